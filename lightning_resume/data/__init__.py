@@ -1,0 +1,1 @@
+"""Where in the data: positions of samplers and loaders. Knows torch, never Lightning."""

@@ -1,0 +1,93 @@
+"""`ResumableLoader`: the user's own loader, with a position that can be saved and entered again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_resume.data.plain_loader import IterableEngine
+from lightning_resume.data.torch_loader import DataLoaderEngine
+
+
+class ResumableLoader:
+    """Wraps a loader: iterates exactly as it does, and knows where it stands.
+
+    Everything else is the wrapped loader's: attributes are read from and written to it, and `isinstance` sees its
+    class. An uninterrupted pass draws the same random numbers at the same moments as without the wrapper.
+
+    The position is the number of batches *trained*: `state_dict(num_ahead)` takes the number of batches that were
+    handed out but not trained. After `load_state_dict`, in any process, the next pass goes on at the next batch:
+
+    * a map-style data set is entered by index; no item is read;
+    * an iterable data set is read again up to the position, from the random streams of the epoch's start;
+    * worker processes go on with the streams that their predecessors had after their last trained batch.
+
+    The process's global streams are left as found while a pass is entered; restoring them is the caller's part.
+
+    Args:
+        loader: a `DataLoader` (or subclass), or any iterable that can be iterated from its start again.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        engine = DataLoaderEngine(loader) if isinstance(loader, DataLoader) else IterableEngine(loader)
+        self.__dict__.update(_wrapped=loader, _engine=engine)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__["_wrapped"])
+
+    def __getattr__(self, name: str) -> Any:
+        if "_wrapped" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_wrapped"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_wrapped"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_wrapped"])
+
+    def __repr__(self) -> str:
+        return f"ResumableLoader({self.__dict__['_wrapped']!r})"
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = self.__dict__["_engine"].iterate()
+        return iterator
+
+    def hold(self) -> None:
+        """Until `load_state_dict`, passes yield None without touching data or streams.
+
+        For a resume: frameworks ask for an iterator, and prefetch from it, long before the state is there.
+        """
+        self.__dict__["_engine"].held = True
+
+    def expect_ahead(self) -> None:
+        """Says that from now on a batch may be handed out before the one before it is trained."""
+        self.__dict__["_engine"].expects_ahead = True
+
+    def finish_pass(self) -> None:
+        """After the last batch of a pass that was left early: learns where persistent workers stand."""
+        self.__dict__["_engine"].finish_pass()
+
+    def is_saveable(self, num_ahead: int = 0) -> bool:
+        """Whether everything that `state_dict` needs is known now.
+
+        False for the first few batches of an epoch in which persistent workers read an iterable data set: where
+        such a worker stands is known with its next batch.
+        """
+        return bool(self.__dict__["_engine"].is_saveable(num_ahead))
+
+    def state_dict(self, num_ahead: int = 0) -> dict[str, Any]:
+        """Where this loader stands, in plain containers and tensors."""
+        state: dict[str, Any] = self.__dict__["_engine"].state_dict(num_ahead)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next pass go on from `state`.
+
+        Raises:
+            StateMismatchError: the state is that of a loader of another kind, or with another number of workers.
+        """
+        self.__dict__["_engine"].load_state_dict(state)

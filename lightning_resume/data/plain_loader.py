@@ -1,0 +1,75 @@
+"""Passes over a loader that is no DataLoader: lists, user's own iterables. Entered by reading again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning_resume.data.position import CountedIterator, Pass, held_pass
+from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
+from lightning_resume.errors import StateMismatchError
+
+
+class IterableEngine:
+    """Iterates any iterable and keeps what `ResumableLoader.state_dict` reports."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.held = False
+        self.expects_ahead = False
+        self.streams = Streams()
+        self._pass: Pass | None = None
+        self._reads = DrawLog(self.streams)
+        self._pending: dict[str, Any] | None = None
+
+    def iterate(self) -> Iterator[Any]:
+        if self.held:
+            return held_pass()
+        state, self._pending = self._pending, None
+        position = state["position"] if state is not None else 0
+        self._pass, self._reads = progress, reads = Pass(position), DrawLog(self.streams)
+        if state is None:
+            iterator = reads.draw(lambda: iter(self.loader))
+        else:
+            progress.has_ended = state["has_ended"]
+            iterator = self._entered(state, reads)
+        return CountedIterator(_drawn(reads, iterator), progress)
+
+    def _entered(self, state: Mapping[str, Any], reads: DrawLog) -> Iterator[Any]:
+        if state["has_ended"]:
+            return iter(())
+        reads.load_state_dict(state["reads"])
+        begun: list[Iterator[Any]] = []
+        reads.replay(
+            state["position"] + 1, lambda: next(begun[0]) if begun else begun.append(iter(self.loader))
+        )
+        return begun[0]
+
+    def finish_pass(self) -> None:
+        """Nothing runs ahead here."""
+
+    def is_saveable(self, num_ahead: int) -> bool:
+        return True
+
+    def state_dict(self, num_ahead: int) -> dict[str, Any]:
+        if self._pending is not None:
+            return self._pending
+        state: dict[str, Any] = {"kind": "iterable", "is_iterating": self._pass is not None}
+        if self._pass is not None:
+            state["position"] = self._pass.position - num_ahead
+            state["has_ended"] = self._pass.has_ended and num_ahead == 0
+            state["reads"] = self._reads.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.held = False
+        if state["kind"] != "iterable":
+            raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)
+        if state["is_iterating"]:
+            self._pending = dict(state)
+
+
+def _drawn(reads: DrawLog, iterator: Iterator[Any]) -> Iterator[Any]:
+    end = object()
+    while (value := reads.draw(lambda: next(iterator, end))) is not end:
+        yield value

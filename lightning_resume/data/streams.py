@@ -1,0 +1,210 @@
+"""The random streams that a loader's parts can draw from, and what it takes to draw the same again.
+
+A sampler or a data set is replayed by running it once more from its start. Where it draws from a stream that the
+training step draws from too, running it once more is not enough: each of its draws has to meet the stream as it
+stood then. `DrawLog` keeps these moments, and only these: a stream that nobody moved in between needs no entry.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from lightning_resume.errors import StateMismatchError
+from lightning_resume.rng import plain_to_python, python_to_plain
+
+T = TypeVar("T")
+States = dict[str, Any]
+"""Stream name -> its state, as an immutable value that `==` compares."""
+
+
+class Streams:
+    """Python's, numpy's and torch's global streams of this process, and named generators of the loader's own."""
+
+    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+        self.generators = dict(generators or {})
+
+    def capture(self) -> States:
+        """Reads all streams; draws nothing."""
+        states: States = {
+            "python": random.getstate(),
+            "numpy": _numpy_state(),
+            "torch": torch.get_rng_state().numpy().tobytes(),
+        }
+        states.update(self.capture_generators())
+        return states
+
+    def capture_generators(self) -> States:
+        """Reads the loader's own generators only."""
+        return {name: generator.get_state().numpy().tobytes() for name, generator in self.generators.items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Sets the streams named in `states`; the others stay as they are."""
+        for name, state in states.items():
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                np.random.set_state(_numpy_legacy(state))
+            elif name == "torch":
+                torch.set_rng_state(_tensor(state))
+            elif name in self.generators:
+                self.generators[name].set_state(_tensor(state))
+            else:
+                raise StateMismatchError("random generators of the loader", name, sorted(self.generators) or "none")
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Leaves every stream behind as it was found, whatever is drawn inside."""
+        before = self.capture()
+        try:
+            yield
+        finally:
+            self.restore(before)
+
+
+class DrawLog:
+    """Records the draws of one iteration so that they can be made again, exactly, in another process.
+
+    Args:
+        streams: the streams that may be drawn from.
+        only_first: where given, the source is known to touch the global streams in this many first draws alone
+            (PyTorch's samplers do); later draws are then neither recorded nor slowed.
+        recent: keep the entries of this many draws only, and keep them always (for a source that is skipped by
+            index, where only draws that ran ahead have to be made again).
+    """
+
+    def __init__(self, streams: Streams, *, only_first: int | None = None, recent: int | None = None) -> None:
+        self.streams, self.only_first, self.recent = streams, only_first, recent
+        self.num_draws = 0
+        self._entries: dict[int, States] = {}
+        self._after: States = {}
+        self._num_recorded = 0  # draws of an earlier process: below it a draw is made again, from there on it is new
+        self._expected: States = {}
+
+    def draw(self, source: Callable[[], T]) -> T:
+        """Makes the next draw: again as recorded (no stream moves), or live and recorded."""
+        if self.num_draws < self._num_recorded:
+            with self.streams.isolated():
+                return self._again(source)
+        if self.only_first is not None and self.num_draws >= self.only_first:
+            self.num_draws += 1
+            return source()
+        before = self.streams.capture()
+        try:
+            return source()
+        finally:
+            self._record(before, self.streams.capture())
+
+    def _record(self, before: States, after: States) -> None:
+        moved = [name for name in before if before[name] != after[name]]
+        entry = {name: before[name] for name in moved if self.recent or self._after.get(name) != before[name]}
+        if entry:
+            self._entries[self.num_draws] = entry
+        self._after.update({name: after[name] for name in moved})
+        self.num_draws += 1
+        if self.recent:
+            self._entries.pop(self.num_draws - 1 - self.recent, None)
+
+    def replay(self, num_draws: int, source: Callable[[], object]) -> None:
+        """Makes the first `num_draws` recorded draws again; the streams are left as found."""
+        with self.streams.isolated():
+            for index in range(num_draws):
+                if index in self._entries:
+                    self.streams.restore(self._entries[index])
+                source()
+            self.skip(num_draws)
+
+    def skip(self, num_draws: int) -> None:
+        """Counts draws as made: the caller has moved the source past them, and the streams stand where that left them."""
+        self._after = self.streams.capture()
+        self.num_draws = num_draws
+        if num_draws == self._num_recorded:
+            self._check()
+
+    def first_states(self) -> States:
+        """The streams as the source met them when it began."""
+        first = min(self._entries, default=None)
+        return {} if first is None else self._entries[first]
+
+    def _again(self, source: Callable[[], T]) -> T:
+        self.streams.restore({**self._after, **self._entries.get(self.num_draws, {})})
+        before = self.streams.capture()
+        try:
+            return source()
+        finally:
+            after = self.streams.capture()
+            self._after.update({name: after[name] for name in after if after[name] != before[name]})
+            self.num_draws += 1
+            if self.num_draws == self._num_recorded:
+                self._check()
+
+    def _check(self) -> None:
+        for name, state in self._expected.items():
+            if self._after.get(name) != state:
+                raise StateMismatchError(
+                    f"the random stream {name!r} after drawing the epoch's first {self.num_draws} batches again",
+                    "the state at the save",
+                    "another state: the sampler or data set does not draw the same twice",
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors."""
+        return {
+            "num_draws": self.num_draws,
+            "entries": [(index, pack(states)) for index, states in self._entries.items()],
+            "after": pack(self._after),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Starts from the first draw again, with the record of an earlier process."""
+        self.num_draws, self._after = 0, {}
+        self._entries = {index: unpack(states) for index, states in state["entries"]}
+        self._num_recorded = state["num_draws"]
+        self._expected = {} if self.only_first is not None or self.recent else unpack(state["after"])
+
+
+def pack(states: Mapping[str, Any]) -> dict[str, Any]:
+    """`States` as plain containers and tensors."""
+    return {name: _pack(name, state) for name, state in states.items()}
+
+
+def unpack(plain: Mapping[str, Any]) -> States:
+    """The inverse of `pack`."""
+    return {name: _unpack(name, state) for name, state in plain.items()}
+
+
+def _pack(name: str, state: Any) -> Any:
+    if name == "python":
+        return python_to_plain(state)
+    if name == "numpy":
+        kind, key, *rest = state
+        return [kind, _tensor(key), *rest]
+    return _tensor(state)
+
+
+def _unpack(name: str, plain: Any) -> Any:
+    if name == "python":
+        return plain_to_python(plain)
+    if name == "numpy":
+        kind, key, *rest = plain
+        return (kind, key.numpy().tobytes(), *rest)
+    return plain.numpy().tobytes()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    kind, key, *rest = np.random.get_state()
+    return (kind, key.tobytes(), *rest)  # type: ignore[union-attr]
+
+
+def _numpy_legacy(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    kind, key, *rest = state
+    return (kind, np.frombuffer(key, dtype=np.uint32), *rest)

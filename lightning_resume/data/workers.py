@@ -1,0 +1,154 @@
+"""What runs inside a DataLoader's worker processes: reporting where their streams stand, and starting there again.
+
+A worker's streams begin at a seed and move on with every item; nobody outside knows where they stand. So each batch
+carries a stamp from its worker: who made it, and the streams as they stood once it was made. A resumed worker is
+given its predecessor's number, its seed and its stamp.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightning_resume.data.streams import States, Streams
+from lightning_resume.errors import StateMismatchError
+
+
+@dataclass
+class Stamped:
+    """A batch with its stamp.
+
+    Attributes:
+        batch: what the user's collate function returned.
+        worker: number of the worker that made it.
+        states: the worker's streams after the batch; None where they did not move since its last batch.
+        start: the streams before the epoch's first batch; set on that batch of an iterable data set only.
+    """
+
+    batch: Any
+    worker: int
+    states: States | None
+    start: States | None = None
+
+    def pin_memory(self, device: str | None = None) -> Stamped:
+        """Called by DataLoader's pinning thread."""
+        return Stamped(pin_memory(self.batch, device), self.worker, self.states, self.start)
+
+
+class StampingCollate:
+    """The user's collate function, and a stamp on every batch that a worker makes with it."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], source: ReplayingIterable | None = None) -> None:
+        self.collate_fn, self.source = collate_fn, source
+        self._last: States | None = None
+
+    def __call__(self, items: Any) -> Any:
+        batch = self.collate_fn(items)
+        info = get_worker_info()
+        if info is None:
+            return batch
+        states, start = Streams().capture(), None
+        if self.source is not None:
+            start, self.source.start = self.source.start, None
+        moved = states != self._last
+        self._last = states
+        return Stamped(batch, info.id, states if moved else None, start)
+
+
+@dataclass
+class WorkerStart:
+    """A `worker_init_fn` that makes the workers of a resumed loader continue those of the killed process.
+
+    DataLoader hands its first batch to worker 0, but the killed process's next batch was due from worker `first`.
+    So process j becomes worker `(first + j) % num_workers`: number, seed and streams.
+
+    Attributes:
+        worker_init_fn: the user's own, called with the worker's number.
+        base_seed: the seed that the killed process's workers started from.
+        first: the worker whose turn it was.
+        num_workers: how many there were and are.
+        states: worker -> its streams at the save; one that had made nothing is missing and starts from its seed.
+        counts: worker -> how many batches it had made in this epoch (iterable data sets read them again).
+        starts: worker -> its streams when this epoch began, where that was not its seed (persistent workers).
+    """
+
+    worker_init_fn: Callable[[int], None] | None
+    base_seed: int
+    first: int
+    num_workers: int
+    states: Mapping[int, States]
+    counts: Mapping[int, int] = field(default_factory=dict)
+    starts: Mapping[int, States] = field(default_factory=dict)
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is None:
+            raise RuntimeError("WorkerStart runs in a DataLoader's worker processes only")
+        worker = (self.first + worker_id) % self.num_workers
+        dataset = info.dataset
+        replaying = isinstance(dataset, ReplayingIterable)
+        if replaying:
+            dataset.num_batches = self.counts.get(worker, 0)
+            dataset.expected = self.states.get(worker)
+        _become(worker, self.base_seed, dataset.dataset if replaying else dataset)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+        states = self.starts if self.counts.get(worker) and replaying else self.states
+        if worker in states:
+            Streams().restore(states[worker])
+
+
+def _become(worker: int, base_seed: int, dataset: Any) -> None:
+    """Sets number and seeds of this worker process as DataLoader's worker loop does (torch 2.6 to 2.13)."""
+    seed = base_seed + worker
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker, num_workers=get_worker_info().num_workers, seed=seed, dataset=dataset
+    )
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(torch_worker._generate_state(base_seed, worker))
+
+
+class ReplayingIterable(IterableDataset[Any]):
+    """An iterable data set whose next iteration, in a worker, first reads again what was trained already.
+
+    Attributes:
+        num_batches: batches to read again; set by `WorkerStart`.
+        expected: the worker's streams at the save; the replay has to arrive there.
+        start: the streams as they stood before the current iteration's first read, until a stamp has taken them.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batch_size: int | None) -> None:
+        self.dataset, self.collate_fn, self.batch_size = dataset, collate_fn, batch_size
+        self.num_batches = 0
+        self.expected: States | None = None
+        self.start: States | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dataset" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start = Streams().capture()
+        iterator = iter(self.dataset)
+        num_batches, self.num_batches = self.num_batches, 0
+        for _ in range(num_batches):
+            # The collate function is run too: it may draw.
+            self.collate_fn(next(iterator) if self.batch_size is None else list(islice(iterator, self.batch_size)))
+        if num_batches and self.expected is not None and Streams().capture() != self.expected:
+            raise StateMismatchError(
+                f"the random streams of a worker after reading {num_batches} batches again",
+                "the state at the save",
+                f"another state: {type(self.dataset).__name__} does not read the same twice",
+            )
+        return iterator

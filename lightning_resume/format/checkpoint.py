@@ -1,0 +1,304 @@
+"""Writing and reading whole checkpoints: plain nested dicts in, plain nested dicts out. Works without Lightning."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_resume.errors import (
+    CheckpointWriteError,
+    MissingStateError,
+    ResumeError,
+    UnsupportedSetupError,
+    UnsupportedStateError,
+)
+from lightning_resume.format.blobs import BlobStore
+from lightning_resume.format.codecs import is_plain_text
+from lightning_resume.format.contained import CheckpointFiles, open_checkpoint
+from lightning_resume.format.durable import commit_directory, find_checkpoint, require_replaceable, write_file
+from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
+from lightning_resume.format.registry import DECODERS, find_encoder, register_type
+from lightning_resume.format.shards import read_group, write_group
+from lightning_resume.format.skeleton import state_to_bytes
+from lightning_resume.format.tree import DecodeWalk, EncodeWalk, decode_state
+from lightning_resume.format.verify import load_index, load_state, read_index, require_weight_map, verify_checkpoint
+
+__all__ = [
+    "migrate_checkpoint",
+    "read_checkpoint",
+    "read_index",
+    "register_type",
+    "verify_checkpoint",
+    "write_checkpoint",
+]
+
+RANK_STATE_KEY = "rank_state"
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    model_key: str = "state_dict",
+    optimizer_key: str = "optimizer_states",
+    rank_states: Sequence[Mapping[str, Any]] = (),
+    counters: Mapping[str, int] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    kind: str = "full",
+    run_id: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int = 2**30,
+    overwrite: bool = False,
+) -> CheckpointIndex:
+    """Writes a state as one checkpoint directory, which appears at its path whole and durable, or not at all.
+
+    Everything is checked before anything is created. Tensors are written from where they are (those of an accelerator
+    one after the other through main memory), so nobody may change them meanwhile. A process killed in here leaves a
+    hidden directory beside the path that scans call incomplete; with `overwrite`, the old checkpoint is deleted only
+    when the new one is durable, and a kill in between leaves at least one of them readable at `path`.
+    No random number is drawn. Any thread may call it; of several ranks, one.
+
+    Args:
+        path: the directory to be; its parents are created.
+        state: str keys → nested values. Types are kept; see `register_type` for the caller's own classes.
+        model_key: the top-level key whose tensors go to ``model.safetensors`` under their own names.
+        optimizer_key: the top-level key whose tensors go to ``optimizer.safetensors``.
+        rank_states: what belongs to each rank, in order of rank.
+        counters: ``global_step``, ``current_epoch``, ``batch_in_epoch``, ``world_size``, …; ints of 64 bits.
+        identity: fingerprint of the data: None, bool, int, float, str, list and dict with str keys.
+        kind: "full", or "weights" for a model-only save.
+        run_id: of the run.
+        metadata: the caller's own texts.
+        max_shard_bytes: data bytes of a file with more than one tensor; a larger tensor gets a file of its own.
+        overwrite: replace a checkpoint (or a file) at the path.
+
+    Returns:
+        The index, as it is on disk.
+
+    Raises:
+        UnsupportedStateError: a value has no exact encoding; nothing was created.
+        CheckpointExistsError: something is at the path that may not be replaced.
+        CheckpointWriteError: the file system failed (errno is kept); what was at the path before is still there,
+            and a half-written directory has been removed as far as possible.
+        ValueError: wrong arguments.
+    """
+    target = _target(path)
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} is less than 1")
+    _require_little_endian()
+    try:
+        require_replaceable(target, overwrite)
+        content = _encode(state, model_key, optimizer_key, rank_states)
+        draft = CheckpointIndex(
+            kind=kind,
+            files={},
+            counters=dict(counters or {}),
+            identity=dict(identity or {}),
+            metadata=dict(metadata or {}),
+            versions=_versions(),
+            run_id=run_id,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        index_to_bytes(draft.with_files({"state.json": FileEntry(0, "0" * 64)}))  # refuses what it cannot hold
+        return commit_directory(target, lambda temp: _fill(temp, draft, content, max_shard_bytes), overwrite=overwrite)
+    except ResumeError:
+        raise
+    except OSError as error:
+        raise CheckpointWriteError(path, error) from error
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    target = Path(path).absolute()
+    if target.name in ("", "..") or "\0" in str(target):
+        raise ValueError(f"{os.fspath(path)!r} is no path for a checkpoint directory")
+    return target
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise UnsupportedSetupError("a big-endian machine", "safetensors files are little-endian")
+
+
+class _Content:
+    """What goes to disk, encoded: texts of the state files, and groups of data files."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, bytes] = {}
+        self.stores: list[BlobStore] = []
+        self.has_model = False
+
+
+def _encode(
+    state: Mapping[str, Any], model_key: str, optimizer_key: str, rank_states: Sequence[Mapping[str, Any]]
+) -> _Content:
+    content = _Content()
+    content.has_model = model_key in state
+    if rank_states and RANK_STATE_KEY in state:
+        raise UnsupportedStateError(RANK_STATE_KEY, "the key is where a rank's own state will be", "Rename it.")
+    groups = {model_key: "model", optimizer_key: "optimizer"}
+    _encode_file(content, "state.json", state, groups, "state", model_key)
+    for rank, rank_state in enumerate(rank_states):
+        _encode_file(content, f"rank-{rank:05d}.json", rank_state, {}, f"rank-{rank:05d}", None)
+    return content
+
+
+def _encode_file(
+    content: _Content,
+    file: str,
+    state: Mapping[str, Any],
+    groups: Mapping[str, str],
+    default_group: str,
+    model_key: str | None,
+) -> None:
+    store = BlobStore(model_key)
+    walk = EncodeWalk(find_encoder, store)
+    nodes: dict[str, Any] = {}
+    for key in state:
+        if type(key) is not str or not is_plain_text(key):
+            raise UnsupportedStateError(str(key), "the top-level keys of a state are plain texts", "Rename it.")
+    # Model and optimizer first: data that they share with the rest is to stand in their files.
+    order = [key for key in groups if key in state] + [key for key in state if key not in groups]
+    for key in order:
+        walk.group = groups.get(key, default_group)
+        try:
+            nodes[key] = walk.child(key, state[key])
+        except RecursionError as error:
+            raise UnsupportedStateError(key, "it is nested too deeply") from error
+    store.assign_names()
+    try:
+        content.texts[file] = state_to_bytes({key: nodes[key] for key in state})
+    except ValueError as error:
+        raise UnsupportedStateError("", str(error), "Keep long lists as tensors or arrays.") from error
+    content.stores.append(store)
+
+
+def _fill(directory: Path, draft: CheckpointIndex, content: _Content, max_shard_bytes: int) -> CheckpointIndex:
+    files: dict[str, FileEntry] = {}
+    for store in content.stores:
+        for group, blobs in store.groups.items():
+            files.update(write_group(directory, group, blobs, max_shard_bytes))
+    if content.has_model and not any(name.startswith("model") for name in files):
+        files.update(write_group(directory, "model", [], max_shard_bytes))
+    for name, text in content.texts.items():
+        files[name] = write_file(directory / name, lambda writer, text=text: writer.write(text))  # type: ignore[misc]
+    index, data = index_to_bytes(draft.with_files(files))
+    write_file(directory / INDEX_NAME, lambda writer: writer.write(data))
+    return index
+
+
+@functools.lru_cache(maxsize=1)
+def _installed_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("lightning-resume", "lightning", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _versions() -> dict[str, str]:
+    return dict(_installed_versions())
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    keys: Collection[str] | None = None,
+    verify: bool = True,
+    rank: int | None = None,
+) -> dict[str, Any]:
+    """Reads a checkpoint back: the state that was written, equal in value and type, tensors on the CPU.
+
+    Nothing is returned, and nothing outside is changed, unless every file that is needed is sound. Files are read, not
+    mapped, into memory of their own. Any thread or rank may call it.
+
+    Args:
+        path: the checkpoint directory.
+        keys: read only these top-level keys (those that are not there are left out), and only the files they need:
+            ``{"state_dict"}`` reads the model's files and the JSON.
+        verify: compare every file that is read with its digest. Without it sizes and structure are checked only.
+        rank: add this rank's own state under ``"rank_state"``.
+
+    Returns:
+        A new dict with the keys in their saved order.
+
+    Raises:
+        CheckpointNotFoundError: no directory at the path.
+        IncompleteCheckpointError: the directory was never committed.
+        CorruptCheckpointError: a file is not what was written.
+        UnsafePathError: a file name leads out of the directory, or a file is a symlink or a device.
+        SchemaError: written in an unknown schema.
+        CheckpointReadError: the operating system could not read it.
+        MissingStateError: it has no state of that rank.
+        UnsupportedStateError: it holds an object of a class that is not registered here.
+    """
+    _require_little_endian()
+    shown = Path(path)
+    wanted = None if keys is None else frozenset(keys)
+    with open_checkpoint(find_checkpoint(shown), shown) as files, torch.inference_mode(False), torch.no_grad():
+        index = load_index(files)
+        if rank is not None and not 0 <= rank < index.num_ranks:
+            raise MissingStateError(f"state of rank {rank}, only of {index.num_ranks} ranks")
+        state = _decode(files, index, "state.json", ("model", "optimizer", "state"), wanted, verify)
+        if rank is not None:
+            file = f"rank-{rank:05d}"
+            state[RANK_STATE_KEY] = _decode(files, index, f"{file}.json", (file,), None, verify)
+        return state
+
+
+def _decode(
+    files: CheckpointFiles,
+    index: CheckpointIndex,
+    file: str,
+    groups: Collection[str],
+    keys: Collection[str] | None,
+    verify: bool,
+) -> dict[str, Any]:
+    loaded: dict[str, dict[str, torch.Tensor]] = {}
+
+    def load(group: str) -> dict[str, torch.Tensor]:
+        if group not in loaded:
+            if group not in groups:
+                raise ValueError(f"a reference to data in {group!r}")
+            shards = {name: index.files[name] for name in index.shards(group)}
+            loaded[group], places = read_group(files, shards, verify=verify)
+            if group == "model":
+                require_weight_map(files, index, places, verify=verify)
+        return loaded[group]
+
+    nodes = load_state(files, index, file, verify=verify)
+    if keys is None:
+        for group in groups:  # also one that nothing refers to: all of the files are vouched for
+            load(group)
+    else:
+        nodes = {key: node for key, node in nodes.items() if key in keys}
+    return decode_state(DecodeWalk(DECODERS, load), nodes, files.shown, file)
+
+
+def migrate_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
+    """Brings a checkpoint of an older schema to the newest, in place and in one step.
+
+    Only one schema exists so far: the checkpoint is verified and left as it is.
+
+    Args:
+        path: the checkpoint directory.
+
+    Returns:
+        Its index.
+
+    Raises:
+        CheckpointError: it is not a sound checkpoint of a known schema; see `verify_checkpoint`.
+    """
+    return verify_checkpoint(path)

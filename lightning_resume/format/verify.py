@@ -1,0 +1,153 @@
+"""Looking at a checkpoint without loading it: the quick look at its index, and the full check. Knows no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_resume.errors import CorruptCheckpointError, IncompleteCheckpointError
+from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, open_checkpoint
+from lightning_resume.format.durable import find_checkpoint
+from lightning_resume.format.header import Header, read_header
+from lightning_resume.format.index import (
+    INDEX_NAME,
+    MAX_INDEX_BYTES,
+    CheckpointIndex,
+    index_from_bytes,
+    require_safe_name,
+)
+from lightning_resume.format.skeleton import MAX_STATE_BYTES, references, state_from_bytes
+from lightning_resume.format.strict_json import parse_json
+
+WEIGHT_MAP_NAME = "model.safetensors.index.json"
+MAX_WEIGHT_MAP_BYTES = 256 * 2**20
+
+
+def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
+    """Reads what a checkpoint says about itself, and checks that all its files are there with the right sizes.
+
+    The contents of the data files are not read; `verify_checkpoint` does that. Any thread or rank may call it.
+
+    Args:
+        path: the checkpoint directory.
+
+    Raises:
+        CheckpointNotFoundError: no directory at the path.
+        IncompleteCheckpointError: the directory was never committed.
+        CorruptCheckpointError: the index is damaged, a file is missing, of another size, or not of the checkpoint.
+        UnsafePathError: the index names a file outside the directory, or a file is a symlink or a device.
+        SchemaError: written in an unknown schema.
+        CheckpointReadError: the operating system could not read it.
+    """
+    shown = Path(path)
+    with open_checkpoint(find_checkpoint(shown), shown) as files:
+        return load_index(files)
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
+    """Reads every byte of a checkpoint and compares it with the digests; changes nothing, loads nothing.
+
+    Memory: some MB, whatever the size. Any thread or rank may call it.
+
+    Args:
+        path: the checkpoint directory.
+
+    Returns:
+        Its index.
+
+    Raises:
+        CheckpointError: the first fault, with the subclasses of `read_index`.
+    """
+    shown = Path(path)
+    with open_checkpoint(find_checkpoint(shown), shown) as files:
+        index = load_index(files)
+        for name, entry in index.files.items():
+            files.require_digest(name, entry, _digest(files, name))
+        require_sound_structure(files, index)
+        return index
+
+
+def load_index(files: CheckpointFiles) -> CheckpointIndex:
+    """The index of an open checkpoint; raises as `read_index` does."""
+    names = files.names()
+    if INDEX_NAME not in names:
+        raise IncompleteCheckpointError(files.shown)
+    index = index_from_bytes(files.read(INDEX_NAME, MAX_INDEX_BYTES), files.shown)
+    for name in names:
+        if name != INDEX_NAME and name not in index.files:
+            raise CorruptCheckpointError(files.shown, name, "no such file in the checkpoint", "an extra file")
+    for name, entry in index.files.items():
+        files.require_size(name, entry, files.num_bytes(name))
+    return index
+
+
+def load_state(files: CheckpointFiles, index: CheckpointIndex, name: str, *, verify: bool) -> dict[str, Any]:
+    """Top-level key → skeleton, from ``state.json`` or a rank's file."""
+    data = files.read_checked(name, index.files[name], MAX_STATE_BYTES, verify=verify)
+    try:
+        return state_from_bytes(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(files.shown, name, "a state in JSON", str(error)) from error
+
+
+def load_header(files: CheckpointFiles, name: str) -> Header:
+    """The header of one shard."""
+    with files.open(name) as (file, num_bytes):
+        try:
+            return read_header(file, num_bytes)[0]
+        except ValueError as error:
+            raise CorruptCheckpointError(files.shown, name, "a whole safetensors file", str(error)) from error
+
+
+def require_weight_map(
+    files: CheckpointFiles, index: CheckpointIndex, found: Mapping[str, str], *, verify: bool
+) -> None:
+    """Checks that the Hugging Face index, where there is one, says where the model's tensors are.
+
+    Args:
+        files: the open checkpoint.
+        index: its index.
+        found: tensor name → shard, as the shards have it.
+        verify: whether to compare the file's digest.
+    """
+    entry = index.files.get(WEIGHT_MAP_NAME)
+    if entry is None:
+        return
+    data = files.read_checked(WEIGHT_MAP_NAME, entry, MAX_WEIGHT_MAP_BYTES, verify=verify)
+    try:
+        document = parse_json(data)
+        weight_map = document["weight_map"]
+        shards = sorted({str(shard) for shard in weight_map.values()})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(files.shown, WEIGHT_MAP_NAME, "a weight map in JSON", str(error)) from error
+    for shard in shards:
+        require_safe_name(shard, files.shown)
+    if weight_map != found:
+        raise CorruptCheckpointError(files.shown, WEIGHT_MAP_NAME, "every tensor in its shard", "another weight map")
+
+
+def require_sound_structure(files: CheckpointFiles, index: CheckpointIndex) -> None:
+    """Checks the headers of all shards, and that each piece of data that a state refers to is there once."""
+    held: dict[str, dict[str, str]] = {}
+    for group in ("model", "optimizer", "state", *(f"rank-{rank:05d}" for rank in range(index.num_ranks))):
+        names = held.setdefault(group, {})
+        for shard in index.shards(group):
+            for entry in load_header(files, shard).entries:
+                if names.setdefault(entry.name, shard) != shard:
+                    raise CorruptCheckpointError(files.shown, shard, "tensor names of its own", f"again {entry.name!r}")
+    for name in ("state.json", *(f"rank-{rank:05d}.json" for rank in range(index.num_ranks))):
+        for group, tensor in references(list(load_state(files, index, name, verify=False).values())):
+            if tensor not in held.get(group, {}):
+                raise CorruptCheckpointError(files.shown, name, "references to its own data", f"one to {tensor!r}")
+    require_weight_map(files, index, held["model"], verify=False)
+
+
+def _digest(files: CheckpointFiles, name: str) -> str:
+    digest = hashlib.sha256()
+    with files.open(name) as (file, _):
+        while block := file.read(READ_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

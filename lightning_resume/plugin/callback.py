@@ -1,0 +1,298 @@
+"""`AtomicResumeCallback`: hooks only; what they do stands in the modules beside this one."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_resume.data.loader import ResumableLoader
+from lightning_resume.errors import MissingStateError, UnsupportedSetupError
+from lightning_resume.plugin import checks, loops
+from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO
+from lightning_resume.plugin.history import LossHistory
+from lightning_resume.plugin.last import find_last
+from lightning_resume.plugin.rank_state import (
+    capture_rank_state,
+    check_data,
+    check_rank_state,
+    enter_epoch,
+    enter_first_batch,
+)
+from lightning_resume.plugin.ranks import gather
+from lightning_resume.plugin.saver import Saver
+from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence
+from lightning_resume.rng import RNGState
+
+
+class AtomicResumeCallback(ModelCheckpoint):
+    """Makes a killed and resumed run the uninterrupted run, bit for bit.
+
+    Add it to the Trainer and pass `ckpt_path="last"` to `fit`: the first start trains from scratch, every later one
+    goes on at the very next batch. It saves between two batches, brings its own `CheckpointIO`, and wraps the training
+    and validation loaders; an uninterrupted run is the run without it.
+
+    Args:
+        dirpath: folder of the checkpoints, on a local file system; default `<default_root_dir>/checkpoints`, which is
+            the same in the next process (a logger's versioned folder would not be).
+        every_n_train_steps: save after so many optimizer steps (`global_step`).
+        train_time_interval: save after so much time; together with the above whichever comes first, and each save
+            restarts both counts. With neither: every 60 seconds, stretched where saving would cost more than 5 % of the
+            time.
+        keep_last_k: this many newest checkpoints stay; at least 1.
+        async_save: accepted; saves are synchronous in this version.
+        save_on_train_start: save before the first batch: a job that is killed early comes back exactly, and state that
+            cannot be saved stops the run at once.
+        save_on_train_end: save when training ends.
+        save_on_signal: save when Lightning stops training after SIGTERM.
+        max_shard_bytes: size of a safetensors file at which the next one is begun.
+        data_version: your own name for the data; a resume with another one is refused.
+        allow: differences that a resume may accept; each refusal names its word.
+
+    A save never interrupts an accumulation window: it waits for the optimizer step. A crash at any point leaves the
+    newest committed checkpoint whole. In a distributed run all ranks call every hook; rank 0 writes.
+
+    Raises:
+        TypeError, ValueError: wrong arguments.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        keep_last_k: int = 3,
+        async_save: bool = True,
+        save_on_train_start: bool = True,
+        save_on_train_end: bool = True,
+        save_on_signal: bool = True,
+        max_shard_bytes: int = 2**30,
+        data_version: str | None = None,
+        allow: Sequence[str] = (),
+    ) -> None:
+        super().__init__(save_top_k=0)
+        allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        checks.check_arguments(
+            counts={"every_n_train_steps": every_n_train_steps},
+            train_time_interval=train_time_interval,
+            keep_last_k=keep_last_k,
+            max_shard_bytes=max_shard_bytes,
+            allow=allow,
+        )
+        if dirpath is not None:
+            checks.check_local(os.fspath(dirpath))
+            self.dirpath = os.path.abspath(os.fspath(dirpath))
+        interval = train_time_interval.total_seconds() if train_time_interval is not None else None
+        is_default = every_n_train_steps is None and interval is None
+        self.async_save, self.data_version, self.allow = async_save, data_version, allow
+        self.save_on_train_start, self.save_on_train_end = save_on_train_start, save_on_train_end
+        self.save_on_signal = save_on_signal
+        self.history = LossHistory()
+        self._io = AtomicCheckpointIO(max_shard_bytes)
+        self._saver = Saver(
+            Cadence(every_n_train_steps, DEFAULT_INTERVAL_SECONDS if is_default else interval),
+            keep_last_k=keep_last_k,
+            may_stretch=is_default,
+        )
+        self._moment = "hook"
+        self._resume: dict[str, Any] | None = None
+        self._resumed_from: str | None = None
+        self._has_begun = False
+
+    @property
+    def state_key(self) -> str:
+        """Key of this callback's state in a checkpoint."""
+        return "AtomicResumeCallback"
+
+    # -- finding and reading ----------------------------------------------------------------------------------------
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        return find_last(trainer, self._folder(trainer))
+
+    def _folder(self, trainer: Trainer) -> str:
+        if self.dirpath is None:
+            checks.check_local(os.fspath(trainer.default_root_dir))
+            self.dirpath = os.path.join(os.path.abspath(trainer.default_root_dir), "checkpoints")
+        return os.fspath(self.dirpath)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Installs the CheckpointIO and, for `fit`, the hooks into the loop and around the loaders."""
+        others = [c for c in trainer.callbacks if isinstance(c, AtomicResumeCallback) and c is not self]
+        if others:
+            raise UnsupportedSetupError("two AtomicResumeCallbacks", "one run has one position", "Remove one of them.")
+        checks.check_setup(trainer)
+        if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            self._io = trainer.strategy.checkpoint_io
+        trainer.strategy.checkpoint_io = self._io
+        self._io.get_rank = lambda: trainer.global_rank
+        self._io.before_restore = None
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        checks.check_folder(self._folder(trainer))
+        self._io.run_id = self._io.run_id or uuid.uuid4().hex
+        self._io.before_restore = lambda path, checkpoint: self._before_restore(trainer, path, checkpoint)
+        self._resume, self._resumed_from, self._has_begun = None, None, False
+        loops.install_hooks(trainer, lambda: self._before_epoch(trainer), lambda: self._before_batch(trainer))
+        loops.wrap_loaders(trainer, lambda loader: self._wrap(trainer, loader))
+
+    def _wrap(self, trainer: Trainer, loader: object) -> object:
+        if type(loader) is ResumableLoader:
+            return loader
+        wrapped = ResumableLoader(loader)
+        if self._resume is not None and trainer.training:
+            wrapped.hold()
+        return wrapped
+
+    def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or self not in trainer.callbacks:
+            return
+        checks.check_checkpoint(trainer, path, checkpoint)
+        if "rank_state" not in checkpoint:
+            raise MissingStateError(
+                f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
+            )
+        check_rank_state(checkpoint["rank_state"])
+        self._resumed_from = path
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps what has to be put back later, when the loop stands where the save was."""
+        if trainer.state.fn == TrainerFn.FITTING and "rank_state" in checkpoint:
+            self._resume = {
+                **checkpoint["rank_state"],
+                "between_epochs": loops.is_between_epochs(checkpoint["loops"]),
+                "state_dict": checkpoint.get("current_model_state", checkpoint["state_dict"]),
+            }
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The module has its precision now."""
+        if self._resume is not None:
+            loops.restore_double(trainer, self._resume.pop("state_dict"))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training begins, or goes on."""
+        self._saver.begin(trainer.global_step, time.monotonic())
+        if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
+            loops.stop_restarting(trainer)
+
+    def _before_epoch(self, trainer: Trainer) -> None:
+        if self._resume is not None and self._resume["between_epochs"]:
+            enter_epoch(trainer, self._resume)
+
+    def _before_batch(self, trainer: Trainer) -> None:
+        if self not in trainer.callbacks:  # a tuner is running its own loop
+            return
+        if self._resume is not None:
+            self._finish_resume(trainer)
+        if loops.is_fetched_ahead(trainer):
+            for loader in loops.train_loaders(trainer):
+                loader.expect_ahead()
+        if not self._has_begun:
+            self._has_begun = True
+            is_new_folder = self._resumed_from is None or os.path.dirname(self._resumed_from) != self.dirpath
+            if self.save_on_train_start and is_new_folder:
+                self._save(trainer, "cut", must_succeed=True)
+            return
+        if loops.is_inside_window(trainer) or not self._saver.is_due(trainer):
+            return
+        if all(loader.is_saveable(loops.num_batches_ahead(trainer)) for loader in loops.train_loaders(trainer)):
+            self._save(trainer, "cut")
+
+    def _finish_resume(self, trainer: Trainer) -> None:
+        state, self._resume = self._resume, None
+        if state is None:
+            return
+        differences = check_data(trainer, state, self.data_version, self.allow)
+        if state["moment"] == "hook":
+            differences.append("the checkpoint was saved inside a step, not by AtomicResumeCallback")
+        else:
+            loops.stop_restarting(trainer)
+        enter_first_batch(trainer, state, between_epochs=state["between_epochs"])
+        verdict = "exact" if not differences else "NOT exact: " + "; ".join(differences)
+        rank_zero_info(
+            f"Resumed from {self._resumed_from!r}: epoch {trainer.current_epoch}, "
+            f"batch {loops.batch_in_epoch(trainer)}, global_step {trainer.global_step}: {verdict}"
+        )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the loss of the batch that completed an optimizer step."""
+        self.history.note(trainer.global_step, outputs)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the end."""
+        if self._has_begun and self.save_on_train_end and self._saver.steps_since_save(trainer) > 0:
+            for loader in loops.train_loaders(trainer):
+                loader.finish_pass()
+            self._save(trainer, "end")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves where Lightning stops for SIGTERM: all of the last batch is over."""
+        if (
+            isinstance(exception, SIGTERMException)
+            and self.save_on_signal
+            and self._has_begun
+            and not loops.is_inside_window(trainer)
+            and self._saver.steps_since_save(trainer) > 0
+        ):
+            self._save(trainer, "cut")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing: the epoch's end is saved at the first batch of the next one, or when training ends."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Nothing: the step is not over."""
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes the hooks out again."""
+        loops.remove_hooks(trainer)
+        loops.unwrap_loaders(trainer)
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: Trainer, moment: str, *, must_succeed: bool = False) -> None:
+        streams = RNGState.capture()
+        self._moment = moment
+        try:
+            self._saver.save(trainer, self._folder(trainer), must_succeed=must_succeed)
+        finally:
+            self._moment = "hook"
+            streams.restore()  # a user's own save hooks may have drawn
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds every rank's own state; runs for every full save of this Trainer, on all ranks."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.fit_loop._data_fetcher is None:
+            return
+        loops.drop_loader_state(checkpoint)
+        state = capture_rank_state(trainer, moment=self._moment, data_version=self.data_version)
+        checkpoint[RANK_STATES] = gather(trainer, state)
+        checkpoint["world_size"] = trainer.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss history."""
+        return {"history": self.history.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the loss history."""
+        self.history.load_state_dict(state_dict["history"])
+
+    @property
+    def best_model_path(self) -> str:
+        """The user's own ModelCheckpoint's, for `ckpt_path="best"`."""
+        return ""
+
+    @best_model_path.setter
+    def best_model_path(self, value: str) -> None: ...
+

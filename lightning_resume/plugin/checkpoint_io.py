@@ -1,0 +1,96 @@
+"""`AtomicCheckpointIO`: Lightning's door to the disk, with this package's checkpoints behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+
+from lightning_resume.catalog import prune_checkpoints
+from lightning_resume.errors import UnsupportedSetupError
+from lightning_resume.format.checkpoint import read_checkpoint, write_checkpoint
+
+RANK_STATES = "lightning_resume"
+"""Key of a Lightning checkpoint under which each rank's own state travels to the writer, and back."""
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes and reads checkpoints as directories: atomic, durable, verified, without pickle.
+
+    `AtomicResumeCallback` installs it. On its own (`Trainer(plugins=[AtomicCheckpointIO()])`) it gives crash-safe
+    files to `ModelCheckpoint` and `trainer.save_checkpoint`, without exact resume.
+
+    A path that Lightning chose (`best.ckpt`) becomes a directory of that name. `weights_only=True` when saving makes a
+    model-only checkpoint.
+
+    Args:
+        max_shard_bytes: size of a safetensors file at which the next one is begun.
+    """
+
+    def __init__(self, max_shard_bytes: int = 2**30) -> None:
+        self.max_shard_bytes = max_shard_bytes
+        self.run_id: str | None = None
+        self.get_rank: Callable[[], int] = lambda: 0
+        self.before_restore: Callable[[str, Mapping[str, Any]], None] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Writes the checkpoint; a crash at any point leaves what stood at `path` before, or the new one, whole.
+
+        Raises:
+            UnsupportedStateError: a value has no exact encoding; names its key path.
+            CheckpointWriteError: the operating system refused (disk full, permission).
+            ValueError: `storage_options` were given; there are none.
+        """
+        if storage_options is not None:
+            raise ValueError(f"AtomicCheckpointIO takes no storage_options, got {storage_options!r}")
+        ranks = checkpoint.get(RANK_STATES, [])
+        state = {key: value for key, value in checkpoint.items() if key != RANK_STATES}
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        write_checkpoint(
+            path,
+            state,
+            rank_states=ranks,
+            counters=_counters(state, ranks),
+            identity=ranks[0]["identity"] if ranks else {},
+            kind="full" if "optimizer_states" in state else "weights",
+            run_id=self.run_id,
+            max_shard_bytes=self.max_shard_bytes,
+            overwrite=True,
+        )
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Verifies and reads the checkpoint; tensors are on the CPU.
+
+        Raises:
+            CheckpointError: nothing whole is there; the subclass tells what is wrong.
+            UnsupportedSetupError: a file was given: Lightning's own checkpoints are pickles and are not opened.
+        """
+        if Path(path).is_file():
+            raise UnsupportedSetupError(
+                f"the file {os.fspath(path)!r}",
+                "checkpoints of this package are directories; a .ckpt file is a pickle and is not opened",
+                "Load it in a Trainer without AtomicResumeCallback and AtomicCheckpointIO.",
+            )
+        checkpoint = read_checkpoint(path, rank=self.get_rank())
+        if self.before_restore is not None:
+            self.before_restore(os.fspath(path), checkpoint)
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Deletes the checkpoint: first out of sight by one rename, then its files. None there: nothing happens."""
+        if Path(path).is_dir():
+            prune_checkpoints([path])
+
+
+def _counters(state: Mapping[str, Any], ranks: list[dict[str, Any]]) -> dict[str, int]:
+    counters = {"global_step": state.get("global_step", 0), "current_epoch": state.get("epoch", 0)}
+    if ranks:
+        counters |= {"batch_in_epoch": ranks[0]["batch_in_epoch"], "world_size": len(ranks)}
+    return counters

@@ -1,0 +1,71 @@
+"""The loss of every optimizer step since step 1, kept across kills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_FLUSH_AFTER = 1000  # device tensors are moved to the CPU in groups: one synchronisation for all
+
+
+class LossHistory:
+    """Steps and losses.
+
+    Attributes:
+        steps: int64 tensor, `global_step` after each optimizer step whose loss is known.
+        losses: float64 tensor of the same length: the loss that `training_step` returned for the batch that completed
+            the step.
+    """
+
+    def __init__(self) -> None:
+        self._steps = torch.empty(0, dtype=torch.int64)
+        self._losses = torch.empty(0, dtype=torch.float64)
+        self._new_steps: list[int] = []
+        self._new_losses: list[torch.Tensor] = []
+        self._last_step = 0
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """`global_step` of each entry, int64."""
+        self._flush()
+        return self._steps
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """Loss of each entry, float64."""
+        self._flush()
+        return self._losses
+
+    def __len__(self) -> int:
+        return len(self._steps) + len(self._new_steps)
+
+    def note(self, global_step: int, outputs: Any) -> None:
+        """Takes the loss out of a training step's outputs, if a step was made and there is a loss."""
+        if global_step == self._last_step:
+            return
+        self._last_step = global_step
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._new_steps.append(global_step)
+            self._new_losses.append(loss.detach().reshape(()))
+            if len(self._new_steps) >= _FLUSH_AFTER:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._new_steps:
+            new = torch.stack([loss.to(torch.float64) for loss in self._new_losses]).cpu()
+            self._steps = torch.cat([self._steps, torch.tensor(self._new_steps, dtype=torch.int64)])
+            self._losses = torch.cat([self._losses, new])
+            self._new_steps, self._new_losses = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"steps": int64 tensor, "losses": float64 tensor}`."""
+        return {"steps": self.steps, "losses": self.losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
+        self._steps, self._losses = state["steps"], state["losses"]
+        self._new_steps, self._new_losses = [], []
+        self._last_step = int(self._steps[-1]) if len(self._steps) else 0

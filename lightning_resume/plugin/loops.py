@@ -1,0 +1,212 @@
+"""Every read and write of Lightning's private loop state, one function each.
+
+Checked on lightning 2.6.6. The cut, the one moment at which a checkpoint is taken, is the start of
+`_TrainingEpochLoop.advance`: all of the last batch is over (optimizer, schedulers, validation, loggers, counters),
+nothing of the next has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from lightning_resume.data.loader import ResumableLoader
+
+
+def install_hooks(trainer: Trainer, before_epoch: Callable[[], None], before_batch: Callable[[], None]) -> None:
+    """Calls `before_epoch` when an epoch begins and `before_batch` at each cut."""
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+
+    def on_advance_start() -> None:
+        before_epoch()
+        type(fit_loop).on_advance_start(fit_loop)
+
+    def advance(data_fetcher: _DataFetcher) -> None:
+        before_batch()
+        type(epoch_loop).advance(epoch_loop, data_fetcher)
+
+    fit_loop.on_advance_start = on_advance_start  # type: ignore[method-assign]
+    epoch_loop.advance = advance  # type: ignore[method-assign]
+
+
+def remove_hooks(trainer: Trainer) -> None:
+    """Undoes `install_hooks`."""
+    trainer.fit_loop.__dict__.pop("on_advance_start", None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+
+
+def wrap_loaders(trainer: Trainer, wrap: Callable[[object], object]) -> None:
+    """Passes every loader that Lightning processes through `wrap`, before worker seeding is added to it."""
+    strategy = trainer.strategy
+    strategy.process_dataloader = lambda loader: wrap(type(strategy).process_dataloader(strategy, loader))  # type: ignore[method-assign]
+
+
+def unwrap_loaders(trainer: Trainer) -> None:
+    """Undoes `wrap_loaders`."""
+    trainer.strategy.__dict__.pop("process_dataloader", None)
+
+
+def train_loaders(trainer: Trainer) -> list[ResumableLoader]:
+    """The wrapped training loaders, in Lightning's order."""
+    return _wrapped(trainer.fit_loop._combined_loader)
+
+
+def val_loaders(trainer: Trainer) -> list[ResumableLoader]:
+    """The wrapped validation loaders, in Lightning's order."""
+    return _wrapped(trainer.fit_loop.epoch_loop.val_loop._combined_loader)
+
+
+def _wrapped(combined: CombinedLoader | None) -> list[ResumableLoader]:
+    loaders = combined.flattened if combined is not None else []
+    return [loader for loader in loaders if type(loader) is ResumableLoader]
+
+
+def num_batches_ahead(trainer: Trainer) -> int:
+    """Batches that the fetcher holds and the loop has not trained."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def batch_in_epoch(trainer: Trainer) -> int:
+    """Batches of the current epoch that were trained; 0 between epochs."""
+    fit_loop = trainer.fit_loop
+    if fit_loop.epoch_progress.current.ready == fit_loop.epoch_progress.current.processed:
+        return 0
+    return int(fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def is_between_epochs(loops_state: Mapping[str, Any]) -> bool:
+    """Whether a saved loop state lies between two epochs: no epoch has begun that has not ended."""
+    current = loops_state["fit_loop"]["epoch_progress"]["current"]
+    return bool(current["ready"] == current["processed"])
+
+
+def is_inside_window(trainer: Trainer) -> bool:
+    """Whether gradients are gathered that no optimizer step has used yet (automatic optimization)."""
+    fit_loop = trainer.fit_loop
+    started = fit_loop.epoch_loop.batch_progress.current.ready > 0
+    return bool(trainer.lightning_module.automatic_optimization and started and fit_loop.epoch_loop._should_accumulate())
+
+
+def drop_loader_state(checkpoint: Mapping[str, Any]) -> None:
+    """Removes the loader states that Lightning put into its loop state: they are rank 0's; every rank keeps its own."""
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+def stop_restarting(trainer: Trainer) -> None:
+    """Lets the loops go on as if they had never stopped: at the cut nothing is half done.
+
+    While `restarting` is set, Lightning skips validation that is due, counts a step twice and leaves plateau
+    schedulers alone at the end of the epoch.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
+        loop._restarting = False
+        loop.reset_restart_stage()
+
+
+def begin_pass(trainer: Trainer, combined_state: Mapping[str, Any] | None) -> None:
+    """Makes the fetcher ask its (resumed) loaders for iterators again, and puts it where it stood."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is None:
+        raise RuntimeError("training has no data fetcher yet")
+    iter(fetcher)
+    fetcher.fetched += trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if combined_state is not None:
+        iterator = fetcher.combined_loader._iterator
+        iterator._idx = combined_state["index"] + num_batches_ahead(trainer)  # type: ignore[union-attr]
+        if combined_state["consumed"] is not None:
+            now = iterator._consumed  # type: ignore[union-attr]
+            iterator._consumed = [a or b for a, b in zip(combined_state["consumed"], now, strict=True)]  # type: ignore[union-attr]
+
+
+def combined_state(trainer: Trainer) -> dict[str, Any]:
+    """Where the combined loader stands in its round."""
+    combined = trainer.fit_loop._combined_loader
+    iterator = combined._iterator if combined is not None else None
+    consumed = getattr(iterator, "_consumed", None)
+    return {
+        "index": getattr(iterator, "_idx", 0) - num_batches_ahead(trainer),
+        "consumed": None if consumed is None else list(consumed),
+    }
+
+
+def is_fetched_ahead(trainer: Trainer) -> bool:
+    """Whether the fetcher takes each batch before the one before it is trained: it does for loaders without a length."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and fetcher.length is None and not isinstance(fetcher, _DataLoaderIterDataFetcher)
+
+
+def capture_extras(trainer: Trainer) -> dict[str, Any]:
+    """What the loops and the trainer forget, as plain values."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "should_stop": trainer.should_stop,
+        "last_train_dl_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+        "last_val_dl_reload_epoch": val_loop._last_val_dl_reload_epoch,
+        "seen_val_batches": dict(val_loop._seen_batches_per_dataloader),
+        "has_val_loaders": val_loop._combined_loader is not None,
+    }
+
+
+def restore_extras(trainer: Trainer, extras: Mapping[str, Any]) -> None:
+    """Puts back what `capture_extras` returned; sets validation up where it was set up."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
+    trainer.should_stop = extras["should_stop"]
+    trainer.fit_loop._last_train_dl_reload_epoch = extras["last_train_dl_reload_epoch"]
+    if extras["has_val_loaders"] and val_loop._combined_loader is None:
+        trainer.validating = True
+        val_loop.setup_data()
+        trainer.training = True
+    val_loop._last_val_dl_reload_epoch = extras["last_val_dl_reload_epoch"]
+    val_loop._seen_batches_per_dataloader.clear()
+    val_loop._seen_batches_per_dataloader.update(extras["seen_val_batches"])
+
+
+def capture_module(trainer: Trainer) -> dict[str, Any]:
+    """What a module's `state_dict` leaves out: modes, frozen parameters, buffers that are not persistent, gradients.
+
+    Gradients are kept where they may be needed: with manual optimization the user alone knows when they are cleared.
+    """
+    module = trainer.lightning_module
+    saved = module.state_dict(keep_vars=True)
+    return {
+        "eval": [name for name, child in module.named_modules() if not child.training],
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in saved},
+        "gradients": {}
+        if module.automatic_optimization
+        else {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None},
+    }
+
+
+def restore_module(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Puts back what `capture_module` returned, in place."""
+    module = trainer.lightning_module
+    for name, child in module.named_modules():
+        child.training = name not in state["eval"]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in state["frozen"])
+        gradient = state["gradients"].get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter)
+    buffers = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, buffer in state["buffers"].items():
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffers[name].copy_(buffer)
+
+
+def restore_double(trainer: Trainer, state_dict: Mapping[str, Any]) -> None:
+    """Copies float64 weights again: Lightning loads them into the module before it is converted, through float32."""
+    live = trainer.lightning_module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128):
+                live[name].copy_(value)

@@ -1,0 +1,92 @@
+"""Taking a checkpoint at the cut: when, where to, and what happens if it fails."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_resume.catalog import prune_checkpoints, scan_checkpoints, step_dirname
+from lightning_resume.errors import ResumeError
+from lightning_resume.plugin.ranks import decide
+from lightning_resume.policy import Cadence, stretched_interval, to_prune
+
+
+class Saver:
+    """Saves by a cadence and prunes what is old.
+
+    Args:
+        cadence: when a save is due.
+        keep_last_k: this many newest checkpoints stay.
+        may_stretch: the interval may grow where saving costs too much.
+    """
+
+    def __init__(self, cadence: Cadence, *, keep_last_k: int, may_stretch: bool) -> None:
+        self.cadence, self.keep_last_k, self.may_stretch = cadence, keep_last_k, may_stretch
+        self._last_step = 0
+        self._last_time = 0.0
+
+    def begin(self, global_step: int, now: float) -> None:
+        """Counts from here."""
+        self._last_step, self._last_time = global_step, now
+
+    def steps_since_save(self, trainer: Trainer) -> int:
+        """Optimizer steps since the last save."""
+        return int(trainer.global_step - self._last_step)
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Whether to save now; with a time interval rank 0's clock decides for all ranks."""
+        due = self.cadence.is_due(
+            steps_since_save=self.steps_since_save(trainer), seconds_since_save=time.monotonic() - self._last_time
+        )
+        return due if self.cadence.interval_seconds is None else decide(trainer, due)
+
+    def save(self, trainer: Trainer, folder: str, *, must_succeed: bool) -> None:
+        """Writes `folder/step-…` from all ranks' states, then prunes.
+
+        A failed save leaves the checkpoints before it as they are. It warns, and training goes on, unless
+        `must_succeed`.
+        """
+        begun = time.monotonic()
+        path = os.path.join(folder, step_dirname(trainer.global_step))
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        failure = decide(trainer, _write(trainer, checkpoint, path))
+        self.begin(trainer.global_step, time.monotonic())
+        if failure is not None:
+            if must_succeed:
+                raise failure
+            rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
+            return
+        if trainer.is_global_zero:
+            self._prune(folder)
+        self._stretch(time.monotonic() - begun)
+
+    def _prune(self, folder: str) -> None:
+        infos = {info.global_step: info.path for info in scan_checkpoints(folder) if info.status == "good"}
+        try:
+            prune_checkpoints([infos[step] for step in to_prune(sorted(infos), self.keep_last_k)])
+        except (ResumeError, OSError) as error:
+            warnings.warn(f"could not delete old checkpoints in {folder!r}: {error}", stacklevel=2)
+
+    def _stretch(self, stall_seconds: float) -> None:
+        interval = self.cadence.interval_seconds
+        if not self.may_stretch or interval is None:
+            return
+        longer = stretched_interval(interval, stall_seconds)
+        if longer > interval:
+            self.may_stretch = False
+            self.cadence = Cadence(self.cadence.every_n_train_steps, longer)
+            rank_zero_info(f"A save takes {stall_seconds:.1f} s: saving every {longer:.0f} s to cost at most 5 % of the time.")
+
+
+def _write(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Exception | None:
+    """Writes on rank 0; returns the failure instead of raising it, so that the other ranks do not wait in vain."""
+    try:
+        trainer.strategy.save_checkpoint(checkpoint, path)
+    except (ResumeError, OSError) as error:
+        return error
+    return None
