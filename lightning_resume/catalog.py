@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from lightning_resume.errors import CheckpointError, CheckpointReadError, CorruptCheckpointError
-from lightning_resume.format.durable import delete_tree, discard, sync_directory
+from lightning_resume.format.durable import delete_tree, discard, retire_old_versions, sync_directory
 from lightning_resume.format.hidden import HiddenName, is_abandoned, parse_hidden
 from lightning_resume.format.index import INDEX_NAME, MAX_INDEX_BYTES, CheckpointIndex
 from lightning_resume.format.strict_json import parse_json
@@ -128,6 +128,7 @@ def prune_checkpoints(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
             if not _is_ours(path):
                 warnings.warn(f"{str(path)!r} is no checkpoint and was not deleted", stacklevel=2)
                 continue
+            retire_old_versions(path)  # they would take its place otherwise
             discard(path)
         except FileNotFoundError:
             warnings.warn(f"the old checkpoint {str(path)!r} was gone already", stacklevel=2)

@@ -199,6 +199,9 @@ def _demo(options: argparse.Namespace) -> int:
     except (DemoError, OSError) as error:
         print(f"The demo could not be carried out: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # the driver has ended both jobs
+        print("stopped", file=sys.stderr)
+        return 130
     return 0 if report["exact"] else 1
 
 

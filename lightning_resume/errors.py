@@ -39,11 +39,7 @@ class ResumeError(Exception):
     """Anything that stops a save or a resume; `str()` is a message for the user."""
 
     def __init__(self, message: str) -> None:
-        """Keeps the message.
-
-        Args:
-            message: the whole text.
-        """
+        """Keeps the message."""
         super().__init__(message)
         self.message = message
 
@@ -89,26 +85,20 @@ class CheckpointError(ResumeError):
     """
 
     def __init__(self, path: str | os.PathLike[str], message: str) -> None:
-        """Keeps the path.
-
-        Args:
-            path: the checkpoint's path.
-            message: the whole text.
-        """
+        """Keeps the path."""
         super().__init__(message)
         self.path = os.fspath(path)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint directory at the path."""
+    """There is no checkpoint directory at the path.
+
+    Attributes:
+        found: what is there instead.
+    """
 
     def __init__(self, path: str | os.PathLike[str], found: str = "nothing") -> None:
-        """Formats the message.
-
-        Args:
-            path: where a checkpoint was looked for.
-            found: what is there instead.
-        """
+        """Formats the message."""
         remedy = "Look at the folder with scan_checkpoints(), or start without a checkpoint."
         sides = {"expected": "a checkpoint directory", "found": found}
         super().__init__(path, _text(f"cannot read the checkpoint {os.fspath(path)!r}: it is not there", sides, remedy))
@@ -117,15 +107,14 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """Something is already at the path, and it may not be replaced."""
+    """Something is already at the path, and it may not be replaced.
+
+    Attributes:
+        found: what is there.
+    """
 
     def __init__(self, path: str | os.PathLike[str], found: str = "a checkpoint") -> None:
-        """Formats the message.
-
-        Args:
-            path: where the checkpoint was to be written.
-            found: what is there already.
-        """
+        """Formats the message."""
         replaceable = found == "a checkpoint"
         remedy = "Pass overwrite=True to replace it." if replaceable else "Choose another path."
         headline = f"cannot write the checkpoint {os.fspath(path)!r}: {found} is there"
@@ -137,18 +126,14 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 class CheckpointReadError(CheckpointError, OSError):
     """The operating system failed to read a file of the checkpoint; that says nothing about its contents.
 
+    `errno` is that of the operating system's error, which is the `__cause__`.
+
     Attributes:
         file: name of the file inside the checkpoint, or None for the directory.
     """
 
     def __init__(self, path: str | os.PathLike[str], file: str | None, error: OSError) -> None:
-        """Formats the message.
-
-        Args:
-            path: the checkpoint's path.
-            file: name of the file inside it, or None.
-            error: what the operating system said; its `errno` is kept.
-        """
+        """Formats the message."""
         what = f"{file} in the checkpoint" if file else "the checkpoint"
         reason = error.strerror or str(error)
         super().__init__(path, _text(f"cannot read {what} {os.fspath(path)!r}: {reason}", None, _REMEDY_READ))
@@ -160,15 +145,13 @@ _REMEDY_READ = "Check the permissions and the disk; the checkpoint itself was no
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """The operating system failed while a checkpoint was written; whatever was there before is still whole."""
+    """The operating system failed while a checkpoint was written; whatever was there before is still whole.
+
+    `errno` is that of the operating system's error, which is the `__cause__`.
+    """
 
     def __init__(self, path: str | os.PathLike[str], error: OSError) -> None:
-        """Formats the message.
-
-        Args:
-            path: where the checkpoint was to be written.
-            error: what the operating system said; its `errno` is kept, and the caller raises `from` it.
-        """
+        """Formats the message."""
         reason = error.strerror or str(error)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free some space" if full else "Check the disk and the permissions of the folder"
@@ -181,14 +164,10 @@ class IncompleteCheckpointError(CheckpointError):
     """The directory was never committed: it has no index."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Formats the message.
-
-        Args:
-            path: the directory.
-        """
+        """Formats the message."""
         headline = f"cannot read the checkpoint {os.fspath(path)!r}: it was never finished"
         sides = {"expected": "index.json", "found": "a directory without it"}
-        super().__init__(path, _text(headline, sides, "Resume from an earlier checkpoint; this one can be deleted."))
+        super().__init__(path, _text(headline, sides, "Resume from another checkpoint."))
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -201,14 +180,7 @@ class CorruptCheckpointError(CheckpointError):
     """
 
     def __init__(self, path: str | os.PathLike[str], file: str, expected: str, found: str) -> None:
-        """Formats the message.
-
-        Args:
-            path: the checkpoint's path.
-            file: name of the file inside it.
-            expected: what should be there.
-            found: what is there.
-        """
+        """Formats the message."""
         headline = f"cannot read the checkpoint {os.fspath(path)!r}: {file} is not what was saved"
         remedy = "Resume from an earlier checkpoint, or copy this one again from a good source."
         super().__init__(path, _text(headline, {"expected": expected, "found": found}, remedy))
@@ -222,18 +194,13 @@ class UnsafePathError(CheckpointError):
 
     Attributes:
         file: the offending name.
+        reason: what is wrong with it.
     """
 
     def __init__(self, path: str | os.PathLike[str], file: str, reason: str = "a plain file name was expected") -> None:
-        """Formats the message.
-
-        Args:
-            path: the checkpoint's path.
-            file: the offending name.
-            reason: what is wrong with it.
-        """
+        """Formats the message."""
         headline = f"cannot read the checkpoint {os.fspath(path)!r}: unsafe file {file!r}, {reason}"
-        super().__init__(path, _text(headline, None, "Nothing was opened. Do not use a checkpoint of unknown origin."))
+        super().__init__(path, _text(headline, None, "It was not opened. Do not use a checkpoint of unknown origin."))
         self.file = file
         self.reason = reason
 
@@ -247,13 +214,7 @@ class SchemaError(CheckpointError):
     """
 
     def __init__(self, path: str | os.PathLike[str], found: str, supported: Sequence[str]) -> None:
-        """Formats the message.
-
-        Args:
-            path: the checkpoint's path.
-            found: its schema string.
-            supported: the schema strings that can be read.
-        """
+        """Formats the message."""
         headline = f"cannot read the checkpoint {os.fspath(path)!r}: its schema is unknown"
         sides = {"found": found, "supported": ", ".join(supported)}
         remedy = "Install the version of lightning-resume that wrote it, or a newer one."
@@ -270,12 +231,7 @@ class NoGoodCheckpointError(CheckpointError):
     """
 
     def __init__(self, path: str | os.PathLike[str], entries: Sequence[object]) -> None:
-        """Formats the message.
-
-        Args:
-            path: the folder.
-            entries: what was found there.
-        """
+        """Formats the message."""
         headline = f"cannot resume from {os.fspath(path)!r}: none of its {len(entries)} checkpoints is good"
         lines = [f"  {entry}" for entry in entries[:10]]
         remedy = "Mend or move them away; training does not start from scratch over them."
@@ -294,14 +250,7 @@ class StateMismatchError(ResumeError):
     """
 
     def __init__(self, field: str, saved: Any, current: Any, remedy: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            field: what differs.
-            saved: its value in the checkpoint.
-            current: its value in this run.
-            remedy: one thing that the user can do, with the real argument or command.
-        """
+        """Formats the message."""
         self._keep(field, saved, current, remedy, f"cannot resume exactly: {field} differs")
 
     def _keep(self, field: str, saved: Any, current: Any, remedy: str | None, headline: str) -> None:
@@ -316,12 +265,7 @@ class MissingStateError(StateMismatchError):
     """The checkpoint lacks a part that an exact resume needs."""
 
     def __init__(self, field: str, remedy: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            field: the part, as a key path where it has one.
-            remedy: one thing that the user can do.
-        """
+        """Formats the message."""
         self._keep(field, "absent", "needed", remedy, f"cannot resume exactly: the checkpoint has no {field}")
 
 
@@ -329,14 +273,7 @@ class DataChangedError(StateMismatchError):
     """The data set, or the way it is read, is not that of the save."""
 
     def __init__(self, field: str, saved: Any, current: Any, remedy: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            field: what differs (length, batch size, sampler, data version, …).
-            saved: its value in the checkpoint.
-            current: its value in this run.
-            remedy: one thing that the user can do; by default the override that lets it pass.
-        """
+        """Formats the message."""
         remedy = remedy or 'Use the data of the save, or pass allow=("data_changed",) to go on with other data.'
         self._keep(field, saved, current, remedy, f"cannot resume exactly: the data changed ({field})")
 
@@ -345,13 +282,7 @@ class WorldSizeError(StateMismatchError):
     """The checkpoint was saved by another number of processes."""
 
     def __init__(self, saved: int, current: int, remedy: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            saved: number of processes at the save.
-            current: number of processes now.
-            remedy: one thing that the user can do.
-        """
+        """Formats the message."""
         remedy = remedy or f"Start {saved} process{'es' if saved != 1 else ''}."
         headline = "cannot resume exactly: the number of processes differs"
         self._keep("world_size", saved, current, remedy, headline)
@@ -373,14 +304,7 @@ class ModelMismatchError(StateMismatchError):
         mismatched: Mapping[str, tuple[object, object]] | None = None,
         remedy: str | None = None,
     ) -> None:
-        """Formats the message.
-
-        Args:
-            missing: names that the model has and the checkpoint lacks.
-            unexpected: names that only the checkpoint has.
-            mismatched: name → (saved, current), for example two shapes.
-            remedy: one thing that the user can do.
-        """
+        """Formats the message."""
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.mismatched = dict(mismatched or {})
@@ -402,11 +326,7 @@ class WeightsOnlyError(StateMismatchError):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Formats the message.
-
-        Args:
-            path: the checkpoint's path.
-        """
+        """Formats the message."""
         self.path = os.fspath(path)
         headline = f"cannot resume from {self.path!r}: it is a model-only save"
         remedy = "Resume from a full one, or only load the weights with read_checkpoint(path, keys={'state_dict'})."
@@ -422,13 +342,7 @@ class UnsupportedStateError(ResumeError, TypeError):
     """
 
     def __init__(self, key_path: str, reason: str, remedy: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            key_path: where the value is.
-            reason: why it cannot be encoded.
-            remedy: one thing that the user can do; by default `register_type`.
-        """
+        """Formats the message."""
         remedy = remedy or "Turn it into plain values and tensors, or teach its class with register_type()."
         super().__init__(_text(f"cannot save or load {key_path or 'the state'!r} exactly: {reason}", None, remedy))
         self.key_path = key_path
@@ -445,13 +359,7 @@ class UnsupportedSetupError(ResumeError):
     """
 
     def __init__(self, setup: str, reason: str | None = None, remedy: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            setup: the strategy, loader, option or machine.
-            reason: why it cannot be exact.
-            remedy: one thing that the user can do.
-        """
+        """Formats the message."""
         headline = f"cannot resume exactly with {setup}" + (f": {reason}" if reason else "")
         super().__init__(_text(headline, None, remedy))
         self.setup = setup
@@ -460,15 +368,14 @@ class UnsupportedSetupError(ResumeError):
 
 
 class BackgroundSaveError(CheckpointError):
-    """A save in the background failed; the reason is the `__cause__`."""
+    """A save in the background failed; what went wrong is the `__cause__`.
+
+    Attributes:
+        reason: first line of what went wrong, or None.
+    """
 
     def __init__(self, path: str | os.PathLike[str], reason: str | None = None) -> None:
-        """Formats the message.
-
-        Args:
-            path: the checkpoint that was to be written.
-            reason: first line of what went wrong; raise `from` the error itself.
-        """
+        """Formats the message."""
         headline = f"the checkpoint {os.fspath(path)!r} was not written" + (f": {reason}" if reason else "")
         super().__init__(path, _text(headline, None, "Earlier checkpoints are untouched."))
         self.reason = reason

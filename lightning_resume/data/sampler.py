@@ -115,6 +115,7 @@ class FastForwardSampler(Sampler[Any]):
             "position": self._position if position is None else position,
             "log": self._log.state_dict(),
             "generators": pack(self._streams.capture_generators()),
+            "seeds": {name: sampler.seed for name, sampler in _seeded(self.sampler).items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,6 +127,8 @@ class FastForwardSampler(Sampler[Any]):
         length = _length(self.sampler)
         if length is not None and state["position"] > length:
             raise StateMismatchError("sampler position", state["position"], f"a sampler of length {length}")
+        for name, sampler in _seeded(self.sampler).items():
+            sampler.seed = state["seeds"][name]
         self._pending = dict(state)
 
 
@@ -166,6 +169,12 @@ def find_generators(sampler: object) -> dict[str, torch.Generator]:
     owners = {"sampler": sampler, "sampler.sampler": getattr(sampler, "sampler", None)}
     found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
     return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+
+
+def _seeded(sampler: object) -> dict[str, DistributedSampler[Any]]:
+    """The samplers, of this one and the one inside it, whose order follows from a seed and the epoch."""
+    owners = {"sampler": sampler, "sampler.sampler": getattr(sampler, "sampler", None)}
+    return {name: owner for name, owner in owners.items() if isinstance(owner, DistributedSampler)}
 
 
 def _length(sampler: object) -> int | None:

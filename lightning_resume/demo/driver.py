@@ -47,7 +47,7 @@ class Kill:
 
     Attributes:
         drawn_batch: The batch that was drawn to die in, counted from 0 at the start of training.
-        killed_at: The batch that was in training when the process died.
+        killed_at: The batch that had last begun when the process died, and the optimizer steps made by then.
         resumed_from: The first batch that the next process trained.
         num_batches_again: Batches that had been finished before the kill and were trained again.
         startup_seconds: From the start of the next process to its first batch, its imports included.
@@ -128,7 +128,7 @@ class _Job:
         run.run_dir.mkdir(parents=True)
         self.tail = Tail(run.run_dir)
         self.num_epoch_batches = self.num_done = 0
-        self.begun: tuple[Place, float] | None = None  # the batch in training, and when it began
+        self.begun: tuple[Place, float] | None = None  # this process's newest batch, and when it began
         self.batch_seconds = 0.0
         self.kill_time: float | None = None
         self.started = time.monotonic()
@@ -179,7 +179,8 @@ class _Job:
                 self.num_epoch_batches = record["num_batches"]
             elif record["kind"] == "begin":
                 self.note_begin(place_of(record))
-            elif record["kind"] == "batch":
+            elif record["kind"] == "batch" and self.begun:
+                self.begun = place_of(record), self.begun[1]  # its optimizer step is made now
                 self.show(f"epoch {record['epoch']}  loss {float.fromhex(record['loss']):.3f}")
 
     def note_begin(self, place: Place) -> None:

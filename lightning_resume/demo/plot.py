@@ -23,7 +23,7 @@ def draw_curves(baseline: Run, interrupted: Run, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for losses, label, style in (
         (expected, "uninterrupted baseline", {"color": ORANGE, "linewidth": 4.0, "alpha": 0.6}),
-        (found, f"killed {len(interrupted.kills)} times and resumed", {"color": BLUE, "linewidth": 1.0}),
+        (found, "killed and resumed", {"color": BLUE, "linewidth": 1.0}),
     ):
         top.plot([epoch * per_epoch + batch for epoch, batch in losses], list(losses.values()), label=label, **style)
     for number, kill in enumerate(interrupted.kills):
@@ -38,7 +38,7 @@ def draw_curves(baseline: Run, interrupted: Run, path: Path) -> None:
     differences = [abs(found[key] - expected[key]) for key in shared]
     bottom.plot([epoch * per_epoch + batch for epoch, batch in shared], differences, color=BLUE)
     verdict = "DIFFERENT" if any(differences) else f"all {len(shared)} losses are bit-equal"
-    top.set(ylabel="training loss", title=f"SIGKILLed {len(interrupted.kills)} times and resumed: {verdict}")
+    top.set(ylabel="training loss", title=f"{len(interrupted.kills)} x SIGKILL, resumed each time: {verdict}")
     top.legend(framealpha=1.0, edgecolor="none")
     bottom.set(xlabel="batch", ylabel="difference")
     if not any(differences):

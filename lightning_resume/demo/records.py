@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """A place in training: the batch that is trained next, and the optimizer steps made before it."""
+    """A place in training: a batch, and the optimizer steps made so far."""
 
     epoch: int
     batch: int

@@ -73,7 +73,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     word = "[bold green]EXACT[/]" if report["exact"] else "[bold red]DIFFERENT[/]"
     seconds = report["seconds"]
     console.print(
-        f"{word}: killed {len(report['kills'])} times. {seconds['total']:.1f} s in all; "
+        f"{word} after {len(report['kills'])} x SIGKILL. {seconds['total']:.1f} s in all; "
         f"the baseline took {seconds['baseline']:.1f} s, the interrupted run {seconds['interrupted']:.1f} s."
     )
 

@@ -53,7 +53,7 @@ def show_demo(
         else:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resume-demo-")))
         console.print(
-            f"Seed {settings.seed}. Two jobs train side by side; one of them is killed {settings.num_kills} times."
+            f"Seed {settings.seed}. Two jobs train side by side; one of them gets {settings.num_kills} x SIGKILL."
         )
         with open_display(console) as display:
             baseline, interrupted = run_demo(settings, work_dir, display)

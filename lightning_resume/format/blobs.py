@@ -15,7 +15,7 @@ MAX_NAME_CHARS = 4096
 
 def join_key_path(keys: Iterable[object]) -> str:
     """Keys and positions as one text: ``optimizer_states.0.state.3.exp_avg``."""
-    return ".".join(key if type(key) is str else repr(key) for key in keys)
+    return ".".join(str.__str__(key) if isinstance(key, str) else repr(key) for key in keys)
 
 
 @dataclass(eq=False)

@@ -243,7 +243,10 @@ def read_checkpoint(
         CheckpointReadError: the operating system could not read it.
         MissingStateError: it has no state of that rank.
         UnsupportedStateError: it holds an object of a class that is not registered here.
+        TypeError: `keys` is a str.
     """
+    if isinstance(keys, str):
+        raise TypeError(f"keys={keys!r} is one text: pass a set of keys")
     _require_little_endian()
     shown = Path(path)
     wanted = None if keys is None else frozenset(keys)

@@ -177,7 +177,7 @@ def index_from_bytes(data: bytes, path: str | os.PathLike[str]) -> CheckpointInd
         raise CorruptCheckpointError(path, INDEX_NAME, f"digest {str(document.get('digest'))[:100]}", f"digest {found}")
     try:
         return _build(upgrade_index(document), path)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(path, INDEX_NAME, "an index of its schema", str(error)) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
@@ -37,9 +38,9 @@ def _decode_array(node: dict[str, Any], walk: DecodeWalk) -> Any:
         if raw.numel():
             value = raw.numpy().view(dtype).reshape(shape, order=order).copy(order=order)
         else:
-            value = np.ndarray(shape, dtype, order=order)
-            if value.nbytes:
+            if math.prod(shape) * dtype.itemsize:
                 raise ValueError("an array without its data")
+            value = np.ndarray(shape, dtype, order=order)
         walk.shared[reference] = value
     return walk.shared[reference]
 
@@ -72,14 +73,13 @@ def _dtype(node: dict[str, Any]) -> np.dtype[Any]:
     return dtype
 
 
-def _sized_types() -> set[type[Any]]:
-    kinds = _KINDS.replace("S", "").replace("U", "")
-    return {kind for kind in np.sctypeDict.values() if np.dtype(kind).kind in kinds}
+def _encode_dtype(value: np.dtype[Any], walk: EncodeWalk) -> Any:
+    return {TAG: "np.dtype", **_describe(value, walk)}
 
 
 ENCODERS: dict[type, Encoder] = {
     np.ndarray: _encode_array,
-    np.str_: lambda value, walk: {TAG: "np.str", "v": walk.encode(str(value))},
+    np.str_: lambda value, walk: {TAG: "np.str", "v": walk.encode(str.__str__(value))},
     np.bytes_: lambda value, walk: {TAG: "np.bytes", "v": bytes(value).hex()},
 }
 DECODERS: dict[str, Decoder] = {
@@ -89,6 +89,6 @@ DECODERS: dict[str, Decoder] = {
     "np.bytes": lambda node, walk: np.bytes_(bytes.fromhex(node["v"])),
     "np.dtype": lambda node, walk: _dtype(node),
 }
-for _kind in _sized_types():
-    ENCODERS[_kind] = _encode_scalar
-    ENCODERS[type(np.dtype(_kind))] = lambda value, walk: {TAG: "np.dtype", **_describe(value, walk)}
+for _kind in {kind for kind in np.sctypeDict.values() if np.dtype(kind).kind in _KINDS}:
+    ENCODERS.setdefault(_kind, _encode_scalar)
+    ENCODERS[type(np.dtype(_kind))] = _encode_dtype

@@ -67,7 +67,7 @@ class EncodeWalk:
             self.refuse(f"there is no exact encoding for the type {kind.__module__}.{kind.__qualname__}")
         if id(value) in self._active:
             self.refuse("it contains itself")
-        if len(self.path) > MAX_DEPTH:
+        if len(self._active) >= MAX_DEPTH:
             self.refuse(f"it is nested more than {MAX_DEPTH} levels deep")
         self._active.add(id(value))
         node = encoder(value, self)

@@ -167,6 +167,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what has to be put back later, when the loop stands where the save was."""
         if trainer.state.fn == TrainerFn.FITTING and "rank_state" in checkpoint:
+            loops.restore_seeds(checkpoint["rank_state"]["seeds"])
             self._resume = {
                 **checkpoint["rank_state"],
                 "between_epochs": loops.is_between_epochs(checkpoint["loops"]),
@@ -259,6 +260,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         """Takes the hooks out again."""
         loops.remove_hooks(trainer)
         loops.unwrap_loaders(trainer)
+        loops.return_checkpoint_io(trainer)
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

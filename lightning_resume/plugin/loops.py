@@ -7,12 +7,15 @@ nothing of the next has begun.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_resume.data.loader import ResumableLoader
@@ -50,6 +53,16 @@ def wrap_loaders(trainer: Trainer, wrap: Callable[[object], object]) -> None:
 def unwrap_loaders(trainer: Trainer) -> None:
     """Undoes `wrap_loaders`."""
     trainer.strategy.__dict__.pop("process_dataloader", None)
+
+
+def return_checkpoint_io(trainer: Trainer) -> None:
+    """Gives a forked or spawned process its stock CheckpointIO back, when training has ended.
+
+    The launcher hands the final weights to the main process through a temporary file. This callback was never set up
+    there, so what reads the file is the stock one.
+    """
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
 def train_loaders(trainer: Trainer) -> list[ResumableLoader]:
@@ -140,6 +153,21 @@ def is_fetched_ahead(trainer: Trainer) -> bool:
     """Whether the fetcher takes each batch before the one before it is trained: it does for loaders without a length."""
     fetcher = trainer.fit_loop._data_fetcher
     return fetcher is not None and fetcher.length is None and not isinstance(fetcher, _DataLoaderIterDataFetcher)
+
+
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # distributed samplers and worker processes are seeded from these
+
+
+def capture_seeds() -> dict[str, str]:
+    """What `seed_everything` left in the environment."""
+    return {name: os.environ[name] for name in _SEEDS if name in os.environ}
+
+
+def restore_seeds(seeds: Mapping[str, str]) -> None:
+    """Puts back what `capture_seeds` returned; has to come before Lightning sets loaders up."""
+    for name in _SEEDS:
+        os.environ.pop(name, None)
+    os.environ.update(seeds)
 
 
 def capture_extras(trainer: Trainer) -> dict[str, Any]:

@@ -6,6 +6,7 @@ lightning 2.5 and 2.6 (`trainer/connectors/logger_connector/result.py`).
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,7 +77,8 @@ def _capture_result(key: str, metric: _ResultMetric) -> dict[str, Any]:
     saved = {
         "key": key,
         "meta": {name: getattr(meta, name) for name in _META_FIELDS},
-        "reduce_fx": meta.sync.op,
+        "reduce_fx": meta.reduce_fx.__name__,
+        "is_builtin": meta.reduce_fx.__module__ == "builtins",
         "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
         "is_tensor": metric.is_tensor,
         "has_reset": metric.has_reset,
@@ -87,13 +89,16 @@ def _capture_result(key: str, metric: _ResultMetric) -> dict[str, Any]:
     if metric.is_tensor:
         names = [name for name in ("value", "cumulated_batch_size") if hasattr(metric, name)]
         saved["tensors"] = {name: _detached(getattr(metric, name)) for name in names}
+        # Made in the default dtype of the moment, which a precision plugin may have set.
+        saved["defaults"] = {name: metric._defaults[name] for name in names}
     return saved
 
 
 def _restore_result(
     trainer: Trainer, results: _ResultCollection, saved: Mapping[str, Any], objects: Mapping[str, Metric]
 ) -> _ResultMetric:
-    meta = _Metadata(**saved["meta"], reduce_fx=getattr(torch, saved["reduce_fx"]))
+    source = builtins if saved["is_builtin"] else torch
+    meta = _Metadata(**saved["meta"], reduce_fx=getattr(source, saved["reduce_fx"]))
     meta.sync = _Sync(
         _should=saved["sync"]["should"],
         fn=trainer.strategy.reduce,
@@ -108,6 +113,7 @@ def _restore_result(
     metric._update_count = saved["update_count"]
     for name, value in saved.get("tensors", {}).items():
         setattr(metric, name, _to(value, trainer.strategy.root_device))
+        metric._defaults[name] = saved["defaults"][name]
     if not metric.is_tensor and (name := saved["meta"]["metric_attribute"]) in objects:
         metric.value = objects[name]
     return metric

@@ -13,7 +13,7 @@ from lightning_resume.plugin import loops
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.rng import RNGState
 
-_KEYS = ("moment", "batch_in_epoch", "identity", "rng", "loaders", "val_loaders", "combined", "extras", "module", "metrics")
+_KEYS = ("moment", "seeds", "batch_in_epoch", "identity", "rng", "loaders", "val_loaders", "combined", "extras", "module", "metrics")
 
 
 def capture_rank_state(trainer: Trainer, *, moment: str, data_version: str | None) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def capture_rank_state(trainer: Trainer, *, moment: str, data_version: str | Non
             "data_version": data_version,
             "loaders": [loader_identity(loader) for loader in loops.train_loaders(trainer)],
         },
+        "seeds": loops.capture_seeds(),
         "rng": RNGState.capture().state_dict(),
         "loaders": [loader.state_dict(ahead) for loader in loops.train_loaders(trainer)],
         "val_loaders": [loader.state_dict() for loader in loops.val_loaders(trainer)],
