@@ -31,7 +31,7 @@ class Cadence:
 
 
 def stretched_interval(interval_seconds: float, stall_seconds: float) -> float:
-    """The interval at which saves that stall training for `stall_seconds` cost at most `MAX_STALL_SHARE` of the time."""
+    """The interval at which saves of `stall_seconds` cost at most `MAX_STALL_SHARE` of the time."""
     return max(interval_seconds, stall_seconds / MAX_STALL_SHARE)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_resume.errors import MissingStateError, StateMismatchError
 
@@ -36,14 +37,14 @@ class RNGState:
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
-    torch: torch.Tensor
-    cuda: tuple[torch.Tensor, ...] = ()
+    torch: Tensor
+    cuda: tuple[Tensor, ...] = ()
 
     @classmethod
     def capture(cls) -> RNGState:
         """Reads the streams as they stand now."""
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)  # type: ignore[arg-type]
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        return cls(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
         """Sets every stream to this state, or none of them.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_resume.data.position import CountedIterator, Pass, held_pass
-from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
+from lightning_resume.data.streams import DrawLog, Streams
 from lightning_resume.errors import StateMismatchError
 
 
@@ -23,6 +23,7 @@ class IterableEngine:
         self._pending: dict[str, Any] | None = None
 
     def iterate(self) -> Iterator[Any]:
+        """The next pass, as an iterator over its batches."""
         if self.held:
             return held_pass()
         state, self._pending = self._pending, None
@@ -40,18 +41,18 @@ class IterableEngine:
             return iter(())
         reads.load_state_dict(state["reads"])
         begun: list[Iterator[Any]] = []
-        reads.replay(
-            state["position"] + 1, lambda: next(begun[0]) if begun else begun.append(iter(self.loader))
-        )
+        reads.replay(state["position"] + 1, lambda: next(begun[0]) if begun else begun.append(iter(self.loader)))
         return begun[0]
 
     def finish_pass(self) -> None:
         """Nothing runs ahead here."""
 
     def is_saveable(self, num_ahead: int) -> bool:
+        """See `ResumableLoader.is_saveable`."""
         return True
 
     def state_dict(self, num_ahead: int) -> dict[str, Any]:
+        """See `ResumableLoader.state_dict`."""
         if self._pending is not None:
             return self._pending
         state: dict[str, Any] = {"kind": "iterable", "is_iterating": self._pass is not None}
@@ -62,6 +63,7 @@ class IterableEngine:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ResumableLoader.load_state_dict`."""
         self.held = False
         if state["kind"] != "iterable":
             raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)

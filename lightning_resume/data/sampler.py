@@ -31,7 +31,7 @@ class FastForwardSampler(Sampler[Any]):
 
     Args:
         sampler: any sampler or batch sampler. One that draws from python's, numpy's or torch's global stream batch
-            by batch is recorded draw by draw (about 3–8 KB per draw that another part of the program came between).
+            by batch is recorded draw by draw (about 3 to 8 KB per draw that another part of the program came between).
         generators: further `torch.Generator` objects that the sampler draws from. Its own `generator` attribute, and
             that of a batch sampler's `sampler`, are found.
     """

@@ -120,7 +120,7 @@ class DrawLog:
             self.skip(num_draws)
 
     def skip(self, num_draws: int) -> None:
-        """Counts draws as made: the caller has moved the source past them, and the streams stand where that left them."""
+        """Counts draws as made: the caller has moved the source past them; the streams stand where that left them."""
         self._after = self.streams.capture()
         self.num_draws = num_draws
         if num_draws == self._num_recorded:
@@ -201,8 +201,9 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    kind, key, *rest = np.random.get_state()
-    return (kind, key.tobytes(), *rest)  # type: ignore[union-attr]
+    state: Any = np.random.get_state()
+    kind, key, *rest = state
+    return (kind, key.tobytes(), *rest)
 
 
 def _numpy_legacy(state: tuple[Any, ...]) -> tuple[Any, ...]:

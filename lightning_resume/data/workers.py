@@ -41,7 +41,8 @@ class Stamped:
 
     def pin_memory(self, device: str | None = None) -> Stamped:
         """Called by DataLoader's pinning thread."""
-        return Stamped(pin_memory(self.batch, device), self.worker, self.states, self.start)
+        batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
+        return Stamped(batch, self.worker, self.states, self.start)
 
 
 class StampingCollate:
@@ -52,6 +53,7 @@ class StampingCollate:
         self._last: States | None = None
 
     def __call__(self, items: Any) -> Any:
+        """The batch, stamped in a worker and plain elsewhere."""
         batch = self.collate_fn(items)
         info = get_worker_info()
         if info is None:
@@ -90,11 +92,12 @@ class WorkerStart:
     starts: Mapping[int, States] = field(default_factory=dict)
 
     def __call__(self, worker_id: int) -> None:
+        """Runs in the worker, around the user's own function."""
         info = get_worker_info()
         if info is None:
             raise RuntimeError("WorkerStart runs in a DataLoader's worker processes only")
         worker = (self.first + worker_id) % self.num_workers
-        dataset = info.dataset
+        dataset: Any = info.dataset
         replaying = isinstance(dataset, ReplayingIterable)
         if replaying:
             dataset.num_batches = self.counts.get(worker, 0)
@@ -110,12 +113,13 @@ class WorkerStart:
 def _become(worker: int, base_seed: int, dataset: Any) -> None:
     """Sets number and seeds of this worker process as DataLoader's worker loop does (torch 2.6 to 2.13)."""
     seed = base_seed + worker
+    info: Any = get_worker_info()
     torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker, num_workers=get_worker_info().num_workers, seed=seed, dataset=dataset
+        id=worker, num_workers=info.num_workers, seed=seed, dataset=dataset
     )
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(torch_worker._generate_state(base_seed, worker))
+    np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
 
 
 class ReplayingIterable(IterableDataset[Any]):
@@ -140,7 +144,7 @@ class ReplayingIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.start = Streams().capture()
-        iterator = iter(self.dataset)
+        iterator: Iterator[Any] = iter(self.dataset)
         num_batches, self.num_batches = self.num_batches, 0
         for _ in range(num_batches):
             # The collate function is run too: it may draw.

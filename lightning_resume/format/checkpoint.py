@@ -89,7 +89,7 @@ def write_checkpoint(
         CheckpointExistsError: something is at the path that may not be replaced.
         CheckpointWriteError: the file system failed (errno is kept); what was at the path before is still there,
             and a half-written directory has been removed as far as possible.
-        ValueError: wrong arguments.
+        ValueError, TypeError: wrong arguments.
     """
     target = _target(path)
     if kind not in KINDS:

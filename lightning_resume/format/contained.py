@@ -20,6 +20,7 @@ from lightning_resume.errors import (
 from lightning_resume.format.index import FileEntry, require_safe_name
 
 READ_BLOCK_BYTES = 4 * 2**20
+HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 
 class CheckpointFiles:
@@ -43,7 +44,7 @@ class CheckpointFiles:
         self._path = path
         self._fd = -1
         try:
-            if os.open in os.supports_dir_fd:
+            if HAS_DIR_FD:
                 self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             elif not path.is_dir():
                 raise NotADirectoryError(path) if path.exists() else FileNotFoundError(path)

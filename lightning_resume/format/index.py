@@ -130,8 +130,15 @@ def index_to_bytes(index: CheckpointIndex) -> tuple[CheckpointIndex, bytes]:
 
     Raises:
         UnsupportedStateError: counters, identity or metadata hold what JSON cannot hold exactly.
+        TypeError: a counter is no int, or another field of the wrong type.
         ValueError: the index would be larger than what may be read back.
     """
+    for name, values, kind in (("counters", index.counters, int), ("metadata", index.metadata, str)):
+        for key, value in values.items():
+            if type(value) is not kind:
+                raise TypeError(f"{name}[{key!r}]={value!r} is no {kind.__name__}")
+    if index.run_id is not None and type(index.run_id) is not str:
+        raise TypeError(f"run_id={index.run_id!r} is no str")
     _require_plain(dict(index.counters), "counters", 0)
     _require_plain(dict(index.metadata), "metadata", 0)
     _require_plain(dict(index.identity), "identity", 0)

@@ -13,14 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
+from lightning_resume.format.checkpoint import read_index
 from lightning_resume.plugin import checks, loops
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO
 from lightning_resume.plugin.history import LossHistory
-from lightning_resume.plugin.last import find_last
+from lightning_resume.plugin.last import find_last, warn_of_newer
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
     check_data,
@@ -80,6 +82,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         data_version: str | None = None,
         allow: Sequence[str] = (),
     ) -> None:
+        self._model_checkpoints: list[ModelCheckpoint] = []
         super().__init__(save_top_k=0)
         allow = (allow,) if isinstance(allow, str) else tuple(allow)
         checks.check_arguments(
@@ -117,7 +120,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- finding and reading ----------------------------------------------------------------------------------------
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        return find_last(trainer, self._folder(trainer))
+        return find_last(self._folder(trainer))
 
     def _folder(self, trainer: Trainer) -> str:
         if self.dirpath is None:
@@ -127,16 +130,17 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Installs the CheckpointIO and, for `fit`, the hooks into the loop and around the loaders."""
-        others = [c for c in trainer.callbacks if isinstance(c, AtomicResumeCallback) and c is not self]
+        others = [c for c in loops.callbacks(trainer) if isinstance(c, AtomicResumeCallback) and c is not self]
         if others:
             raise UnsupportedSetupError("two AtomicResumeCallbacks", "one run has one position", "Remove one of them.")
+        self._model_checkpoints = [c for c in loops.callbacks(trainer) if type(c) is ModelCheckpoint]
         checks.check_setup(trainer)
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             self._io = trainer.strategy.checkpoint_io
         trainer.strategy.checkpoint_io = self._io
         self._io.get_rank = lambda: trainer.global_rank
         self._io.before_restore = None
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or loops.is_dry_run(trainer):
             return
         checks.check_folder(self._folder(trainer))
         self._io.run_id = self._io.run_id or uuid.uuid4().hex
@@ -154,7 +158,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         return wrapped
 
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or self not in trainer.callbacks:
+        if trainer.state.fn != TrainerFn.FITTING or self not in loops.callbacks(trainer):
             return
         checks.check_checkpoint(trainer, path, checkpoint)
         if "rank_state" not in checkpoint:
@@ -163,6 +167,9 @@ class AtomicResumeCallback(ModelCheckpoint):
             )
         check_rank_state(checkpoint["rank_state"])
         self._resumed_from = path
+        self._io.run_id = read_index(path).run_id or self._io.run_id
+        if os.path.dirname(os.path.abspath(path)) == self.dirpath:
+            warn_of_newer(self._folder(trainer), path, checkpoint["global_step"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what has to be put back later, when the loop stands where the save was."""
@@ -178,8 +185,12 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module has its precision now."""
+        if trainer.is_global_zero and not loops.is_dry_run(trainer):
+            clean_incomplete(self._folder(trainer))
         if self._resume is not None:
             loops.restore_double(trainer, self._resume.pop("state_dict"))
+        elif trainer.is_global_zero and not loops.is_dry_run(trainer):
+            checks.check_unused(self._folder(trainer), self._io.run_id)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training begins, or goes on."""
@@ -192,7 +203,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             enter_epoch(trainer, self._resume)
 
     def _before_batch(self, trainer: Trainer) -> None:
-        if self not in trainer.callbacks:  # a tuner is running its own loop
+        if self not in loops.callbacks(trainer):  # a tuner is running its own loop
             return
         if self._resume is not None:
             self._finish_resume(trainer)
@@ -201,7 +212,7 @@ class AtomicResumeCallback(ModelCheckpoint):
                 loader.expect_ahead()
         if not self._has_begun:
             self._has_begun = True
-            is_new_folder = self._resumed_from is None or os.path.dirname(self._resumed_from) != self.dirpath
+            is_new_folder = os.path.dirname(os.path.abspath(self._resumed_from or "")) != self.dirpath
             if self.save_on_train_start and is_new_folder:
                 self._save(trainer, "cut", must_succeed=True)
             return
@@ -268,7 +279,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         streams = RNGState.capture()
         self._moment = moment
         try:
-            self._saver.save(trainer, self._folder(trainer), must_succeed=must_succeed)
+            self._best_model_path = self._saver.save(trainer, self._folder(trainer), must_succeed=must_succeed)
         finally:
             self._moment = "hook"
             streams.restore()  # a user's own save hooks may have drawn
@@ -292,9 +303,11 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The user's own ModelCheckpoint's, for `ckpt_path="best"`."""
-        return ""
+        """For `ckpt_path="best"`: that of the user's own ModelCheckpoint; without one, this callback's last save."""
+        for callback in self._model_checkpoints:
+            return callback.best_model_path
+        return self._best_model_path
 
     @best_model_path.setter
-    def best_model_path(self, value: str) -> None: ...
-
+    def best_model_path(self, value: str) -> None:
+        self._best_model_path = value

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_resume.errors import ModelMismatchError, UnsupportedSetupError, WeightsOnlyError, WorldSizeError
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
+from lightning_resume.plugin.last import step_checkpoints
 
 ALLOWED = (
     "data_changed",
@@ -70,6 +71,21 @@ def check_folder(dirpath: str) -> None:
     if not os.access(dirpath, os.W_OK | os.X_OK):
         raise UnsupportedSetupError(
             f"dirpath={dirpath!r}", "the folder cannot be written", "Pass a folder that this user may write to."
+        )
+
+
+def check_unused(folder: str, run_id: str | None) -> None:
+    """Refuses to start from scratch in a folder that holds another run's checkpoints.
+
+    Raises:
+        UnsupportedSetupError: names the folder and its newest checkpoint.
+    """
+    newest = step_checkpoints(folder)[-1:]
+    if newest and newest[0].run_id != run_id:
+        raise UnsupportedSetupError(
+            f"dirpath={folder!r}",
+            f"training would start from scratch, but the folder holds checkpoints of another run ({newest[0].path.name})",
+            'Go on with that run by fit(ckpt_path="last"), or pass another dirpath.',
         )
 
 

@@ -13,12 +13,23 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_resume.data.loader import ResumableLoader
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The trainer's callbacks, in Lightning's order."""
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return found
+
+
+def is_dry_run(trainer: Trainer) -> bool:
+    """Whether this is a `fast_dev_run`, which saves nothing."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def install_hooks(trainer: Trainer, before_epoch: Callable[[], None], before_batch: Callable[[], None]) -> None:
@@ -47,7 +58,8 @@ def remove_hooks(trainer: Trainer) -> None:
 def wrap_loaders(trainer: Trainer, wrap: Callable[[object], object]) -> None:
     """Passes every loader that Lightning processes through `wrap`, before worker seeding is added to it."""
     strategy = trainer.strategy
-    strategy.process_dataloader = lambda loader: wrap(type(strategy).process_dataloader(strategy, loader))  # type: ignore[method-assign]
+    process = type(strategy).process_dataloader
+    strategy.process_dataloader = lambda dataloader: wrap(process(strategy, dataloader))  # type: ignore[method-assign]
 
 
 def unwrap_loaders(trainer: Trainer) -> None:
@@ -88,7 +100,7 @@ def num_batches_ahead(trainer: Trainer) -> int:
 def batch_in_epoch(trainer: Trainer) -> int:
     """Batches of the current epoch that were trained; 0 between epochs."""
     fit_loop = trainer.fit_loop
-    if fit_loop.epoch_progress.current.ready == fit_loop.epoch_progress.current.processed:
+    if is_between_epochs({"fit_loop": {"epoch_progress": fit_loop.epoch_progress.state_dict()}}):
         return 0
     return int(fit_loop.epoch_loop.batch_progress.current.ready)
 
@@ -103,7 +115,9 @@ def is_inside_window(trainer: Trainer) -> bool:
     """Whether gradients are gathered that no optimizer step has used yet (automatic optimization)."""
     fit_loop = trainer.fit_loop
     started = fit_loop.epoch_loop.batch_progress.current.ready > 0
-    return bool(trainer.lightning_module.automatic_optimization and started and fit_loop.epoch_loop._should_accumulate())
+    return bool(
+        trainer.lightning_module.automatic_optimization and started and fit_loop.epoch_loop._should_accumulate()
+    )
 
 
 def drop_loader_state(checkpoint: Mapping[str, Any]) -> None:
@@ -118,7 +132,13 @@ def stop_restarting(trainer: Trainer) -> None:
     schedulers alone at the end of the epoch.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
+    for loop in (
+        trainer.fit_loop,
+        epoch_loop,
+        epoch_loop.val_loop,
+        epoch_loop.automatic_optimization,
+        epoch_loop.manual_optimization,
+    ):
         loop._restarting = False
         loop.reset_restart_stage()
 
@@ -150,7 +170,7 @@ def combined_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def is_fetched_ahead(trainer: Trainer) -> bool:
-    """Whether the fetcher takes each batch before the one before it is trained: it does for loaders without a length."""
+    """Whether each batch is fetched before the one before it is trained, as Lightning does without a length."""
     fetcher = trainer.fit_loop._data_fetcher
     return fetcher is not None and fetcher.length is None and not isinstance(fetcher, _DataLoaderIterDataFetcher)
 

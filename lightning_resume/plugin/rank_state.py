@@ -13,7 +13,19 @@ from lightning_resume.plugin import loops
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.rng import RNGState
 
-_KEYS = ("moment", "seeds", "batch_in_epoch", "identity", "rng", "loaders", "val_loaders", "combined", "extras", "module", "metrics")
+_KEYS = (
+    "moment",
+    "seeds",
+    "batch_in_epoch",
+    "identity",
+    "rng",
+    "loaders",
+    "val_loaders",
+    "combined",
+    "extras",
+    "module",
+    "metrics",
+)
 
 
 def capture_rank_state(trainer: Trainer, *, moment: str, data_version: str | None) -> dict[str, Any]:
@@ -55,7 +67,9 @@ def check_rank_state(state: Mapping[str, Any]) -> None:
     RNGState.from_state_dict(state["rng"])
 
 
-def check_data(trainer: Trainer, state: Mapping[str, Any], data_version: str | None, allow: Collection[str]) -> list[str]:
+def check_data(
+    trainer: Trainer, state: Mapping[str, Any], data_version: str | None, allow: Collection[str]
+) -> list[str]:
     """Compares the loaders with those of the save; returns the differences that `allow` lets pass."""
     current = [loader_identity(loader) for loader in loops.train_loaders(trainer)]
     saved = state["identity"]

@@ -8,10 +8,11 @@ import warnings
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resume.catalog import prune_checkpoints, scan_checkpoints, step_dirname
+from lightning_resume.catalog import prune_checkpoints, step_dirname
 from lightning_resume.errors import ResumeError
+from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
 from lightning_resume.policy import Cadence, stretched_interval, to_prune
 
@@ -29,6 +30,7 @@ class Saver:
         self.cadence, self.keep_last_k, self.may_stretch = cadence, keep_last_k, may_stretch
         self._last_step = 0
         self._last_time = 0.0
+        self.last_path = ""
 
     def begin(self, global_step: int, now: float) -> None:
         """Counts from here."""
@@ -45,11 +47,14 @@ class Saver:
         )
         return due if self.cadence.interval_seconds is None else decide(trainer, due)
 
-    def save(self, trainer: Trainer, folder: str, *, must_succeed: bool) -> None:
+    def save(self, trainer: Trainer, folder: str, *, must_succeed: bool) -> str:
         """Writes `folder/step-…` from all ranks' states, then prunes.
 
         A failed save leaves the checkpoints before it as they are. It warns, and training goes on, unless
         `must_succeed`.
+
+        Returns:
+            The newest checkpoint's path: this one, or the one before it if this one failed.
         """
         begun = time.monotonic()
         path = os.path.join(folder, step_dirname(trainer.global_step))
@@ -60,15 +65,17 @@ class Saver:
             if must_succeed:
                 raise failure
             rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
-            return
+            return self.last_path
+        self.last_path = path
         if trainer.is_global_zero:
             self._prune(folder)
         self._stretch(time.monotonic() - begun)
+        return path
 
     def _prune(self, folder: str) -> None:
-        infos = {info.global_step: info.path for info in scan_checkpoints(folder) if info.status == "good"}
+        paths = {info.global_step or 0: info.path for info in step_checkpoints(folder)}
         try:
-            prune_checkpoints([infos[step] for step in to_prune(sorted(infos), self.keep_last_k)])
+            prune_checkpoints([paths[step] for step in to_prune(list(paths), self.keep_last_k)])
         except (ResumeError, OSError) as error:
             warnings.warn(f"could not delete old checkpoints in {folder!r}: {error}", stacklevel=2)
 
@@ -80,7 +87,9 @@ class Saver:
         if longer > interval:
             self.may_stretch = False
             self.cadence = Cadence(self.cadence.every_n_train_steps, longer)
-            rank_zero_info(f"A save takes {stall_seconds:.1f} s: saving every {longer:.0f} s to cost at most 5 % of the time.")
+            rank_zero_info(
+                f"A save takes {stall_seconds:.1f} s: saving every {longer:.0f} s to cost at most 5 % of the time."
+            )
 
 
 def _write(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Exception | None:

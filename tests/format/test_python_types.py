@@ -82,7 +82,7 @@ VALUES = [
     defaultdict(None, {"a": 1}),
     Counter({"x": 3, (1, 2): -1}),
     deque([1, 2, 3], maxlen=5),
-    deque([], maxlen=0),
+    deque(maxlen=0),
     deque([1, "a"]),
     set(),
     {1, "a", (2, 3.0), None},

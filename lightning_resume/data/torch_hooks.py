@@ -1,0 +1,87 @@
+"""Where a pass takes hold of torch: a loader's `_get_iterator`, an iterator's `_next_data` and its order of workers.
+
+Checked on torch 2.6 and 2.13.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from lightning_resume.data.torch_loader import DataLoaderEngine
+
+
+class GetIterator:
+    """Stands in for a loader copy's `_get_iterator`; holds the copy weakly, so that workers end with their pass."""
+
+    def __init__(self, view: DataLoader[Any], engine: DataLoaderEngine) -> None:
+        self.view, self.engine = weakref.ref(view), engine
+
+    def __call__(self) -> Any:
+        """Torch's own iterator over the copy, made as the pass demands."""
+        view, progress = self.view(), self.engine.current
+        if view is None or progress is None:
+            raise RuntimeError("the loader of this pass is gone")
+        iterator = progress.made(lambda: type(view)._get_iterator(view), self.engine.streams)
+        iterator._next_data = NextData(iterator, self.engine)
+        return iterator
+
+
+class NextData:
+    """Stands in for an iterator's `_next_data`; persistent iterators serve one pass after the other."""
+
+    def __init__(self, iterator: Any, engine: DataLoaderEngine) -> None:
+        # Weak both ways: the user's loader holds persistent iterators, and an iterator ends its workers when it dies.
+        self.iterator, self.engine = weakref.ref(iterator), weakref.ref(engine)
+
+    def __call__(self) -> Any:
+        """The next batch of the engine's current pass."""
+        iterator, engine = self.iterator(), self.engine()
+        if iterator is None or engine is None or engine.current is None:
+            raise RuntimeError("the loader of this pass is gone")
+        return engine.current.read(iterator, engine)
+
+
+def turn(iterator: Any, first: int) -> None:
+    """Makes the next pass of a resumed loader's persistent workers begin with worker 0, not with process 0.
+
+    `WorkerStart` numbered the processes from `first` on. DataLoader deals out batches by its
+    `_worker_queue_idx_cycle`, which it makes anew, and uses, at the start of a pass.
+    """
+    if hasattr(iterator, "_num_turns"):
+        return
+    iterator._num_turns = iterator._num_workers - first
+    iterator._cycle = iterator.__dict__.pop("_worker_queue_idx_cycle")
+    iterator.__class__ = type(
+        "Turned", (type(iterator),), {"_worker_queue_idx_cycle": property(_get_cycle, _set_cycle)}
+    )
+
+
+def _get_cycle(iterator: Any) -> Iterator[int]:
+    cycle: Iterator[int] = iterator._cycle
+    return cycle
+
+
+def _set_cycle(iterator: Any, cycle: Iterator[int]) -> None:
+    for _ in range(iterator._num_turns):
+        next(cycle)
+    iterator._cycle = cycle
+
+
+class ShowDataset:
+    """A `worker_init_fn` that shows workers the user's data set, not the wrapper around it."""
+
+    def __init__(self, worker_init_fn: Any) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        """Runs in the worker, before the user's own function."""
+        info: Any = torch.utils.data.get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
