@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_resume.format.registry import register_type
     from lightning_resume.plugin.callback import AtomicResumeCallback
     from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
+    from lightning_resume.plugin.module_loading import load_module
     from lightning_resume.rng import RNGState
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "UnsupportedStateError",
     "WeightsOnlyError",
     "WorldSizeError",
+    "load_module",
     "migrate_checkpoint",
     "read_checkpoint",
     "register_type",
@@ -90,6 +92,7 @@ _MODULES = {
     "FastForwardSampler": "data.sampler",
     "RNGState": "rng",
     "ResumableLoader": "data.loader",
+    "load_module": "plugin.module_loading",
     "migrate_checkpoint": "format.checkpoint",
     "read_checkpoint": "format.checkpoint",
     "register_type": "format.registry",

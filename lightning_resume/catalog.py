@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from lightning_resume.errors import CheckpointError, CheckpointReadError, CorruptCheckpointError
+from lightning_resume.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReadError,
+    CorruptCheckpointError,
+)
 from lightning_resume.format.durable import delete_tree, discard, retire_old_versions, sync_directory
 from lightning_resume.format.hidden import HiddenName, is_abandoned, parse_hidden
 from lightning_resume.format.index import INDEX_NAME, MAX_INDEX_BYTES, CheckpointIndex
@@ -200,6 +205,8 @@ def _look_at(path: Path, visible: set[str], verify: bool) -> CheckpointInfo:
         if not stat.S_ISDIR(mode):
             return CheckpointInfo(path, "foreign", "a file" if stat.S_ISREG(mode) else "no regular file")
         has_index = INDEX_NAME in os.listdir(path)
+    except FileNotFoundError:
+        return CheckpointInfo(path, "incomplete", _GONE)
     except OSError as error:
         return CheckpointInfo(path, "corrupt", f"cannot be looked at: {error.strerror or error}")
     if has_index:
@@ -209,6 +216,7 @@ def _look_at(path: Path, visible: set[str], verify: bool) -> CheckpointInfo:
     return CheckpointInfo(path, "foreign", "a directory without index.json")
 
 
+_GONE = "gone while it was looked at"  # pruned by another process, or put in its place
 _HIDDEN_REASONS = {
     "tmp": "a save in flight, or one that was cut short",
     "old": "a version that was replaced",
@@ -219,6 +227,8 @@ _HIDDEN_REASONS = {
 def _look_into(path: Path, verify: bool) -> CheckpointInfo:
     try:
         return _describe(path, verify_checkpoint(path) if verify else read_index(path))
+    except CheckpointNotFoundError:
+        return CheckpointInfo(path, "incomplete", _GONE)
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and _is_foreign_index(path):
             return CheckpointInfo(path, "foreign", "a directory with another kind of index.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,16 @@ def test_the_seed_repeats_the_moments_of_the_kills() -> None:
 
     assert moments == draw_moments(DemoSettings(seed=7))
     assert moments != draw_moments(DemoSettings(seed=8))
-    assert [math.floor(3 * moment.fraction) for moment in moments] == [0, 1, 2]
+    assert [3 * moment.batch // 450 for moment in moments] == [0, 1, 2]
+
+
+def test_a_kill_is_never_drawn_so_late_that_training_could_be_over() -> None:
+    """A process that is to be killed waits two batches later: there have to be two more."""
+    settings = DemoSettings(seed=0, num_kills=1, **SMALL)
+
+    batches = {draw_moments(replace(settings, seed=seed))[0].batch for seed in range(500)}
+
+    assert (min(batches), max(batches)) == (0, settings.num_batches - 3)
 
 
 def test_a_folder_that_an_earlier_demo_left_is_not_overwritten(tmp_path: Path) -> None:

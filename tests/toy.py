@@ -1,7 +1,7 @@
 """The toy job that most resume tests train, and how a test runs it: in a forked process that can be killed.
 
-Toy: item i is `tensor([float(i)])`; the net is Linear(1, 1) and Dropout(0.5); the loss is the mean of squares; Adam with
-a learning rate of 0.01; 32 shuffled items in batches of 4, so 8 batches an epoch; two epochs.
+Toy: item i is `tensor([float(i)])`; the net is Linear(1, 1) and Dropout(0.5); the loss is the mean of squares; Adam
+with a learning rate of 0.01; 32 shuffled items in batches of 4, so 8 batches an epoch; two epochs.
 
 A test describes a `Job`, calls `run` once for each process of its story, and compares with `assert_same`:
 
@@ -203,6 +203,7 @@ def run(
     kill_after: int | None = None,
     seed: int | None = None,
     fails: bool = False,
+    dies: bool = False,
 ) -> Run:
     """Trains the job in a forked process.
 
@@ -215,6 +216,7 @@ def run(
         kill_after: SIGKILL when all of this batch is over, its save too: at the start of the next one.
         seed: for `seed_everything`; by default 1, and 999 in a resumed process.
         fails: the process is expected to end with an error.
+        dies: the process is expected to kill itself somewhere else, see `die`.
 
     Raises:
         AssertionError: it did not end as expected (killed, failed, or well).
@@ -231,7 +233,7 @@ def run(
     messages = [line["text"] for line in lines if line["kind"] == "message"]
     records = [line for line in lines if line["kind"] != "message"]
     error = errors.read_text(errors="replace") if errors.exists() else ""
-    wanted = signal.SIGKILL if kill is not None else 256 if fails else 0
+    wanted = signal.SIGKILL if kill is not None or dies else 256 if fails else 0
     if status != wanted:
         raise AssertionError(f"the process ended with wait status {status}, not {int(wanted)}\n{error}")
     return Run(records, messages, error, workdir / CHECKPOINTS)
@@ -280,7 +282,7 @@ def assert_records_equal(expected: Sequence[Mapping[str, Any]], found: Sequence[
     )
 
 
-# -- in the training process --------------------------------------------------------------------------------------------
+# -- in the training process ------------------------------------------------------------------------------------------
 
 _log_fd = -1
 

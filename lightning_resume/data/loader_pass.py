@@ -22,7 +22,9 @@ class LoaderPass(Pass):
     """One pass over a DataLoader.
 
     Attributes:
-        num_read: batches that torch's iterator has returned; equals `position` unless a subclass drops or merges.
+        num_read: batches that torch's iterator has returned, counted like `position`.
+        num_drained: those of them that nobody was handed, because the pass was left early.
+        is_made: torch's iterator is there; a subclass may make it at its first batch only.
         trail: where its workers stand.
         reads: the draws of reading in this process (no workers).
         start: the streams when torch's iterator was made.
@@ -34,6 +36,8 @@ class LoaderPass(Pass):
     ) -> None:
         super().__init__(state["position"] if state is not None else 0)
         self.num_read = self.position
+        self.num_drained = 0
+        self.is_made = False
         self.trail, self.resumed, self.state = trail, resumed, state
         self.is_iterable, self.has_workers = engine.is_iterable, engine.loader.num_workers > 0
         self.reads = DrawLog(engine.streams, recent=None if self.is_iterable else 2)
@@ -44,6 +48,7 @@ class LoaderPass(Pass):
 
     def made(self, make: Callable[[], Any], streams: Streams) -> Any:
         """Makes torch's iterator: live, or as it was made in the killed process, with every stream left as found."""
+        self.is_made = True
         if self.state is None:
             self.start = streams.capture()
             self.dataset_start = _own_state(self.dataset)
@@ -86,7 +91,7 @@ class LoaderPass(Pass):
 
     def state_dict(self, num_ahead: int, sampler: FastForwardSampler | None) -> dict[str, Any]:
         """Where the pass stood when all but the last `num_ahead` batches had been handed out."""
-        if self.num_read != self.position:
+        if self.num_read - self.num_drained != self.position:
             raise UnsupportedSetupError(
                 f"the loader {self.loader_name}",
                 f"its __iter__ has read {self.num_read} batches and handed out {self.position}",
@@ -100,7 +105,7 @@ class LoaderPass(Pass):
             "dataset": self.dataset_start,
             "sampler": None if sampler is None else sampler.state_dict(position),
             "reads": None if self.has_workers else self.reads.state_dict(),
-            "workers": pack_workers(self.trail.at(position)) if self.has_workers else None,
+            "workers": pack_workers(self.trail.at(position + self.num_drained)) if self.has_workers else None,
         }
 
 

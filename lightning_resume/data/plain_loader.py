@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from lightning_resume.data.held import find_generators
 from lightning_resume.data.position import CountedIterator, Pass, held_pass
 from lightning_resume.data.streams import DrawLog, Streams
 from lightning_resume.errors import StateMismatchError
@@ -17,7 +18,7 @@ class IterableEngine:
         self.loader = loader
         self.held = False
         self.expects_ahead = False
-        self.streams = Streams()
+        self.streams = Streams(find_generators({"loader": loader}))
         self._pass: Pass | None = None
         self._reads = DrawLog(self.streams)
         self._pending: dict[str, Any] | None = None

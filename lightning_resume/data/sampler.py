@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import SubsetRandomSampler
 
+from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
 from lightning_resume.errors import StateMismatchError
 
@@ -32,13 +32,13 @@ class FastForwardSampler(Sampler[Any]):
     Args:
         sampler: any sampler or batch sampler. One that draws from python's, numpy's or torch's global stream batch
             by batch is recorded draw by draw (about 3 to 8 KB per draw that another part of the program came between).
-        generators: further `torch.Generator` objects that the sampler draws from. Its own `generator` attribute, and
-            that of a batch sampler's `sampler`, are found.
+        generators: name -> generator (torch, numpy or `random.Random`) that the sampler draws from; by default those
+            that its attributes lead to, except through its data set.
     """
 
-    def __init__(self, sampler: Iterable[Any], generators: Mapping[str, torch.Generator] | None = None) -> None:
+    def __init__(self, sampler: Iterable[Any], generators: Mapping[str, Generator] | None = None) -> None:
         self.sampler = sampler
-        self._streams = Streams({**find_generators(sampler), **(generators or {})})
+        self._streams = Streams(generators if generators is not None else find_sampler_generators(sampler))
         self._log = self._new_log()
         self._closed: DrawLog | None = None
         self._position = 0
@@ -69,6 +69,10 @@ class FastForwardSampler(Sampler[Any]):
         while log is not self._closed and (value := log.draw(lambda: next(iterator, end))) is not end:
             self._position += 1
             yield value
+
+    def forget(self) -> None:
+        """Drops a loaded state that no iteration has used: the next one begins at the start."""
+        self._pending = None
 
     def close(self) -> None:
         """Ends the current iteration: it yields no more, and nothing more is drawn."""
@@ -164,11 +168,11 @@ def draws_once(sampler: object) -> bool:
     return type(sampler) in _DRAW_ONCE
 
 
-def find_generators(sampler: object) -> dict[str, torch.Generator]:
-    """The generators that a sampler, or a batch sampler's sampler, keeps as `generator`."""
-    owners = {"sampler": sampler, "sampler.sampler": getattr(sampler, "sampler", None)}
-    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
-    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+def find_sampler_generators(sampler: object) -> dict[str, Generator]:
+    """The generators that a sampler holds; those of its data set are the data set's."""
+    inner = getattr(sampler, "sampler", None)
+    datasets = [getattr(owner, name, None) for owner in (sampler, inner) for name in ("data_source", "dataset")]
+    return find_generators({"sampler": sampler}, stop=[dataset for dataset in datasets if dataset is not None])
 
 
 def _seeded(sampler: object) -> dict[str, DistributedSampler[Any]]:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lightning_resume.data.held import Generator, freeze, get_state, set_state, thaw
 from lightning_resume.errors import StateMismatchError
-from lightning_resume.rng import plain_to_python, python_to_plain
 
 T = TypeVar("T")
 States = dict[str, Any]
@@ -24,16 +24,16 @@ States = dict[str, Any]
 
 
 class Streams:
-    """Python's, numpy's and torch's global streams of this process, and named generators of the loader's own."""
+    """Python's, numpy's and torch's global streams of this process, and named generators that the user holds."""
 
-    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    def __init__(self, generators: Mapping[str, Generator] | None = None) -> None:
         self.generators = dict(generators or {})
 
     def capture(self) -> States:
         """Reads all streams; draws nothing."""
         states: States = {
             "python": random.getstate(),
-            "numpy": _numpy_state(),
+            "numpy": freeze(np.random.get_state(legacy=False)),
             "torch": torch.get_rng_state().numpy().tobytes(),
         }
         states.update(self.capture_generators())
@@ -41,7 +41,7 @@ class Streams:
 
     def capture_generators(self) -> States:
         """Reads the loader's own generators only."""
-        return {name: generator.get_state().numpy().tobytes() for name, generator in self.generators.items()}
+        return {name: get_state(generator) for name, generator in self.generators.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Sets the streams named in `states`; the others stay as they are."""
@@ -49,13 +49,15 @@ class Streams:
             if name == "python":
                 random.setstate(state)
             elif name == "numpy":
-                np.random.set_state(_numpy_legacy(state))
+                np.random.set_state(thaw(state))
             elif name == "torch":
-                torch.set_rng_state(_tensor(state))
+                torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
             elif name in self.generators:
-                self.generators[name].set_state(_tensor(state))
+                set_state(self.generators[name], state)
             else:
-                raise StateMismatchError("random generators of the loader", name, sorted(self.generators) or "none")
+                raise StateMismatchError(
+                    "random generators that the data holds", name, sorted(self.generators) or "none"
+                )
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -121,7 +123,10 @@ class DrawLog:
 
     def skip(self, num_draws: int) -> None:
         """Counts draws as made: the caller has moved the source past them; the streams stand where that left them."""
-        self._after = self.streams.capture()
+        # Only streams that these draws moved, each first move of which has an entry: of another the next draw may be
+        # the first, and must not be taken for a continuation.
+        moved = {name for index, entry in self._entries.items() if index < num_draws for name in entry}
+        self._after = {name: state for name, state in self.streams.capture().items() if name in moved}
         self.num_draws = num_draws
         if num_draws == self._num_recorded:
             self._check()
@@ -170,42 +175,27 @@ class DrawLog:
 
 def pack(states: Mapping[str, Any]) -> dict[str, Any]:
     """`States` as plain containers and tensors."""
-    return {name: _pack(name, state) for name, state in states.items()}
+    return {name: _pack(state) for name, state in states.items()}
 
 
 def unpack(plain: Mapping[str, Any]) -> States:
     """The inverse of `pack`."""
-    return {name: _unpack(name, state) for name, state in plain.items()}
+    return {name: _unpack(state) for name, state in plain.items()}
 
 
-def _pack(name: str, state: Any) -> Any:
-    if name == "python":
-        return python_to_plain(state)
-    if name == "numpy":
-        kind, key, *rest = state
-        return [kind, _tensor(key), *rest]
-    return _tensor(state)
+def _pack(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"bytes": torch.frombuffer(bytearray(value), dtype=torch.uint8)}
+    if isinstance(value, tuple):
+        if len(value) > 64:  # python's Mersenne Twister: 624 words and a position
+            return {"words": torch.tensor(value, dtype=torch.int64)}
+        return tuple(_pack(child) for child in value)
+    return value
 
 
-def _unpack(name: str, plain: Any) -> Any:
-    if name == "python":
-        return plain_to_python(plain)
-    if name == "numpy":
-        kind, key, *rest = plain
-        return (kind, key.numpy().tobytes(), *rest)
-    return plain.numpy().tobytes()
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    state: Any = np.random.get_state()
-    kind, key, *rest = state
-    return (kind, key.tobytes(), *rest)
-
-
-def _numpy_legacy(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    kind, key, *rest = state
-    return (kind, np.frombuffer(key, dtype=np.uint32), *rest)
+def _unpack(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if "bytes" in value:
+            return value["bytes"].numpy().tobytes()
+        return tuple(value["words"].tolist())
+    return tuple(_unpack(child) for child in value) if isinstance(value, tuple) else value

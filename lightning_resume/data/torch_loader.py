@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
 from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, unpack_workers
-from lightning_resume.data.sampler import FastForwardSampler, find_generators
+from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, ShowDataset, turn
 from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerStart
@@ -33,16 +34,22 @@ class DataLoaderEngine:
         self.expects_ahead = False
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         self.is_persistent = loader.num_workers > 0 and loader.persistent_workers
-        generators = {} if self.is_iterable else find_generators(loader._index_sampler)
-        if isinstance(loader.generator, torch.Generator):
-            generators["loader"] = loader.generator
-        self.streams = Streams(generators)
+        self.streams = Streams(self._find_generators())
         self._sampler: FastForwardSampler | None = None
         self._collate: Any = None
         self._dataset: Any = loader.dataset
         self.current: LoaderPass | None = None
         self._pending: dict[str, Any] | None = None
         self._workers_to_carry: dict[str, Any] | None = None
+
+    def _find_generators(self) -> dict[str, Generator]:
+        """Those that are drawn from in this process; workers have copies of the data set's."""
+        loader = self.loader
+        found = {} if self.is_iterable else find_sampler_generators(loader._index_sampler)
+        owners: dict[str, object] = {"generator": loader.generator}
+        if loader.num_workers == 0:
+            owners |= {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+        return {**found, **find_generators(owners)}
 
     def iterate(self) -> Iterator[Any]:
         """The next pass, as an iterator over its batches."""
@@ -61,7 +68,10 @@ class DataLoaderEngine:
         carried, self._workers_to_carry = self._workers_to_carry, None
         if carried is not None:
             trail.base_seed, trail.starts = carried["base_seed"], dict(carried["states"])
+        self.streams.generators = self._find_generators()  # a data set may have made itself new ones
         self.current = progress = LoaderPass(self, trail, resumed=carried is not None)
+        if self._sampler is not None:
+            self._sampler.forget()
         view = self._view()
         if carried is not None:
             self._start_workers_from(view, {**carried, "first": 0, "counts": {}, "starts": {}})
@@ -96,7 +106,7 @@ class DataLoaderEngine:
         if not self.is_iterable:
             name = "batch_sampler" if loader._auto_collation else "sampler"
             if self._sampler is None or self._sampler.sampler is not getattr(loader, name):
-                self._sampler = FastForwardSampler(getattr(loader, name), self.streams.generators)
+                self._sampler = FastForwardSampler(getattr(loader, name))
             view.__dict__[name] = self._sampler
         if loader.num_workers > 0:
             if self.is_iterable:
@@ -112,7 +122,7 @@ class DataLoaderEngine:
         return view
 
     def _start_workers_from(self, view: DataLoader[Any], workers: Mapping[str, Any]) -> None:
-        view.worker_init_fn = WorkerStart(self.loader.worker_init_fn, **workers)
+        view.worker_init_fn = WorkerStart(self.loader.worker_init_fn, self.loader.collate_fn, **workers)
         # DataLoader draws its base seed here, where nobody else looks: the workers start from the saved one.
         view.generator = torch.Generator()
 
@@ -135,8 +145,8 @@ class DataLoaderEngine:
         if not self.is_persistent or self.is_iterable or iterator is None or self._sampler is None:
             return
         self._sampler.close()
-        for _ in iterator:
-            pass
+        if self.current is not None:
+            self.current.num_drained += sum(1 for _ in iterator)
 
     def is_saveable(self, num_ahead: int) -> bool:
         """See `ResumableLoader.is_saveable`."""
@@ -156,8 +166,8 @@ class DataLoaderEngine:
             "num_workers": self.loader.num_workers,
             "generators": pack(self.streams.capture_generators()),
         }
-        if progress is None:
-            return state
+        if progress is None or not progress.is_made:
+            return {**state, "is_iterating": False}
         return {**state, **progress.state_dict(num_ahead, self._sampler)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_resume.data.held import find_generators
 from lightning_resume.data.streams import States, Streams
 from lightning_resume.errors import StateMismatchError
 
@@ -45,12 +46,18 @@ class Stamped:
         return Stamped(batch, self.worker, self.states, self.start)
 
 
+def worker_streams(dataset: object, collate_fn: object) -> Streams:
+    """A worker process's streams: the global ones, and the generators that data set and collate function hold."""
+    return Streams(find_generators({"dataset": dataset, "collate_fn": collate_fn}))
+
+
 class StampingCollate:
     """The user's collate function, and a stamp on every batch that a worker makes with it."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], source: ReplayingIterable | None = None) -> None:
         self.collate_fn, self.source = collate_fn, source
         self._last: States | None = None
+        self._streams: Streams | None = None
 
     def __call__(self, items: Any) -> Any:
         """The batch, stamped in a worker and plain elsewhere."""
@@ -58,7 +65,9 @@ class StampingCollate:
         info = get_worker_info()
         if info is None:
             return batch
-        states, start = Streams().capture(), None
+        if self._streams is None:
+            self._streams = worker_streams(info.dataset, self.collate_fn)
+        states, start = self._streams.capture(), None
         if self.source is not None:
             start, self.source.start = self.source.start, None
         moved = states != self._last
@@ -75,6 +84,7 @@ class WorkerStart:
 
     Attributes:
         worker_init_fn: the user's own, called with the worker's number.
+        collate_fn: the user's own; it may hold generators.
         base_seed: the seed that the killed process's workers started from.
         first: the worker whose turn it was.
         num_workers: how many there were and are.
@@ -84,6 +94,7 @@ class WorkerStart:
     """
 
     worker_init_fn: Callable[[int], None] | None
+    collate_fn: Callable[[Any], Any]
     base_seed: int
     first: int
     num_workers: int
@@ -107,7 +118,7 @@ class WorkerStart:
             self.worker_init_fn(worker)
         states = self.starts if self.counts.get(worker) and replaying else self.states
         if worker in states:
-            Streams().restore(states[worker])
+            worker_streams(dataset.dataset if replaying else dataset, self.collate_fn).restore(states[worker])
 
 
 def _become(worker: int, base_seed: int, dataset: Any) -> None:
@@ -143,13 +154,14 @@ class ReplayingIterable(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self.start = Streams().capture()
+        streams = worker_streams(self.dataset, self.collate_fn)
+        self.start = streams.capture()
         iterator: Iterator[Any] = iter(self.dataset)
         num_batches, self.num_batches = self.num_batches, 0
         for _ in range(num_batches):
             # The collate function is run too: it may draw.
             self.collate_fn(next(iterator) if self.batch_size is None else list(islice(iterator, self.batch_size)))
-        if num_batches and self.expected is not None and Streams().capture() != self.expected:
+        if num_batches and self.expected is not None and streams.capture() != self.expected:
             raise StateMismatchError(
                 f"the random streams of a worker after reading {num_batches} batches again",
                 "the state at the save",

@@ -33,11 +33,11 @@ class Moment:
     """When to kill.
 
     Attributes:
-        fraction: Of all batches of the run: the batch to die in.
-        delay: Of the duration of a batch: how long to wait after that batch has begun.
+        batch: The batch to die in, counted from 0 at the start of training.
+        delay: How long after that batch has begun, as a fraction of the duration of a batch.
     """
 
-    fraction: float
+    batch: int
     delay: float
 
 
@@ -86,8 +86,11 @@ class Run:
 
 def draw_moments(settings: DemoSettings) -> list[Moment]:
     """Draws when to kill: once in each of `num_kills` equal parts of the run, so that each process gets somewhere."""
-    stream, num_kills = random.Random(settings.seed), settings.num_kills
-    return [Moment((part + stream.random()) / num_kills, stream.random()) for part in range(num_kills)]
+    stream = random.Random(settings.seed)
+    # The process may get into the batch after the drawn one, and waits at the start of the one after that.
+    num_batches = settings.num_batches - 2
+    fractions = ((part + stream.random()) / settings.num_kills for part in range(settings.num_kills))
+    return [Moment(int(fraction * num_batches), stream.random()) for fraction in fractions]
 
 
 def run_demo(settings: DemoSettings, work_dir: Path, display: Display) -> tuple[Run, Run]:
@@ -127,7 +130,7 @@ class _Job:
         self.run, self.settings, self.moments, self.display = run, settings, moments, display
         run.run_dir.mkdir(parents=True)
         self.tail = Tail(run.run_dir)
-        self.num_epoch_batches = self.num_done = 0
+        self.num_done = 0
         self.begun: tuple[Place, float] | None = None  # this process's newest batch, and when it began
         self.batch_seconds = 0.0
         self.kill_time: float | None = None
@@ -137,7 +140,9 @@ class _Job:
     def start_process(self) -> None:
         """Starts a fresh interpreter, at the head of a process group: its worker processes die with it."""
         attempt = len(self.run.kills)
-        job = self.settings.job(self.run.run_dir, saves=self.run.name != "baseline", attempt=attempt)
+        last_batch = self.moments[0].batch + 1 if self.moments else None
+        saves = self.run.name != "baseline"
+        job = self.settings.job(self.run.run_dir, saves=saves, attempt=attempt, last_batch=last_batch)
         self.output_file = self.run.run_dir / f"output-{attempt}.txt"
         self.process_started = time.monotonic()
         with self.output_file.open("wb") as output:
@@ -175,9 +180,7 @@ class _Job:
         """Follows the record."""
         for record in self.tail.read():
             self.run.records.append(record)
-            if record["kind"] == "start":
-                self.num_epoch_batches = record["num_batches"]
-            elif record["kind"] == "begin":
+            if record["kind"] == "begin":
                 self.note_begin(place_of(record))
             elif record["kind"] == "batch" and self.begun:
                 self.begun = place_of(record), self.begun[1]  # its optimizer step is made now
@@ -191,7 +194,7 @@ class _Job:
         elif self.run.kills:
             self.note_resume(self.run.kills[-1], place)
         self.begun = place, now
-        if self.moments and self.kill_time is None and self.index(place) >= self.drawn_batch():
+        if self.moments and self.kill_time is None and self.index(place) >= self.moments[0].batch:
             self.kill_time = now + self.moments[0].delay * self.batch_seconds
 
     def note_resume(self, kill: Kill, place: Place) -> None:
@@ -207,13 +210,12 @@ class _Job:
 
     def note_kill(self) -> None:
         """Notes where the process died; the next one is to be started."""
-        if self.begun is None or of_kind(self.run.records, "end"):
-            raise DemoError("training was over before the process could be killed")
-        place = self.begun[0]
-        self.run.kills.append(Kill(self.drawn_batch(), place))
+        if self.begun is None:
+            raise DemoError("a process was to be killed that had not trained yet")
+        place, moment = self.begun[0], self.moments.pop(0)
+        self.run.kills.append(Kill(moment.batch, place))
         number = len(self.run.kills)
         self.display.say(f"SIGKILL {number} in epoch {place.epoch}, batch {place.batch}, at step {place.global_step}")
-        self.moments = self.moments[1:]
         self.begun = self.kill_time = None
 
     def finish(self, status: int) -> None:
@@ -222,21 +224,16 @@ class _Job:
             output = self.output_file.read_text(errors="replace").strip()
             raise DemoError(f"the {self.run.name} job failed with status {status}:\n{output[-2000:]}")
         if self.moments:
-            raise DemoError("training was over before the process could be killed")
+            raise DemoError(f"the {self.run.name} job came to its end before it was killed")
         self.run.seconds = time.monotonic() - self.started
         self.show("done")
 
-    def drawn_batch(self) -> int:
-        """Returns the batch to die in next. Never one of the last: training must not end before the signal arrives."""
-        num_batches = self.num_epoch_batches * self.settings.num_epochs
-        return min(int(self.moments[0].fraction * num_batches), num_batches - 4)
-
     def index(self, place: Place) -> int:
         """Returns the number of a batch, counted from 0 at the start of training."""
-        return place.epoch * self.num_epoch_batches + place.batch
+        return place.epoch * self.settings.num_epoch_batches + place.batch
 
     def show(self, note: str) -> None:
         """Tells the display how far the run has come."""
         if self.begun:
             self.num_done = self.index(self.begun[0]) + 1
-        self.display.advance(self.run.name, self.num_done, self.num_epoch_batches * self.settings.num_epochs, note)
+        self.display.advance(self.run.name, self.num_done, self.settings.num_batches, note)

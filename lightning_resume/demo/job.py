@@ -24,10 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_resume import AtomicResumeCallback
 from lightning_resume.demo.recording import Recorder
-from lightning_resume.demo.settings import CHECKPOINTS_DIR, JobSettings
+from lightning_resume.demo.settings import BATCH_SIZE, CHECKPOINTS_DIR, JobSettings
 
 NUM_TRAINING_ITEMS = 1437  # of the 1797 images; the rest is for validation
-BATCH_SIZE = 32
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
@@ -116,7 +115,7 @@ def train(settings: JobSettings) -> None:
     """Trains to the end, or until the process is killed."""
     seed_everything(settings.seed, workers=True, verbose=False)
     run_dir = Path(settings.run_dir)
-    callbacks = [Recorder(run_dir), *saving_callbacks(settings)]
+    callbacks = [Recorder(run_dir, settings.last_batch), *saving_callbacks(settings)]
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=settings.num_epochs,

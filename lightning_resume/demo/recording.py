@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ class Recorder(Callback):
 
     Args:
         run_dir: The record and, at the end of training, the final state are written here.
+        last_batch: After this batch, counted from 0 at the start of training, wait to be killed.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, last_batch: int | None = None) -> None:
+        self.run_dir, self.last_batch = run_dir, last_batch
         self.file = os.open(run_dir / RECORD_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -39,11 +41,14 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes where this process goes on."""
-        self.write("start", global_step=trainer.global_step, num_batches=int(trainer.num_training_batches))
+        self.write("start", global_step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Notes that a batch has begun: the driver waits for this line to kill the process."""
         self.write("begin", epoch=trainer.current_epoch, batch=batch_idx, global_step=trainer.global_step)
+        index = trainer.current_epoch * int(trainer.num_training_batches) + batch_idx
+        if self.last_batch is not None and index > self.last_batch:
+            time.sleep(600)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+BATCH_SIZE = 32
 RECORD_FILE = "record.jsonl"
 FINAL_FILE = "final.safetensors"
 CHECKPOINTS_DIR = "checkpoints"
@@ -32,6 +34,8 @@ class JobSettings:
         saving: "atomic": by this package's callback; "stock": by Lightning's ModelCheckpoint, for comparison; "none":
             not at all, as the baseline, so that the demo also shows that the callback does not interfere.
         resume: Whether ``ckpt_path="last"`` is passed.
+        last_batch: Counted from 0 at the start of training: after this batch the process waits to be killed, so that a
+            busy machine cannot let it get to its end before the signal comes. None where it is not to be killed.
     """
 
     run_dir: str
@@ -41,6 +45,7 @@ class JobSettings:
     every_n_train_steps: int
     saving: Saving
     resume: bool
+    last_batch: int | None
 
     def to_argument(self) -> str:
         """Returns the settings as one command-line argument."""
@@ -74,7 +79,17 @@ class DemoSettings:
     stock: bool = False
     timeout_seconds: float = 300.0
 
-    def job(self, run_dir: Path, *, saves: bool, attempt: int) -> JobSettings:
+    @property
+    def num_epoch_batches(self) -> int:
+        """Batches in an epoch."""
+        return math.ceil(self.num_items / BATCH_SIZE)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in all."""
+        return self.num_epochs * self.num_epoch_batches
+
+    def job(self, run_dir: Path, *, saves: bool, attempt: int, last_batch: int | None) -> JobSettings:
         """Returns the settings of a run's process number `attempt`, counted from 0."""
         return JobSettings(
             run_dir=str(run_dir),
@@ -85,4 +100,5 @@ class DemoSettings:
             every_n_train_steps=self.every_n_train_steps,
             saving=("stock" if self.stock else "atomic") if saves else "none",
             resume=attempt > 0,
+            last_batch=last_batch,
         )

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from lightning_resume.errors import (
 )
 from lightning_resume.format.blobs import BlobStore
 from lightning_resume.format.codecs import is_plain_text
-from lightning_resume.format.contained import CheckpointFiles, open_checkpoint
-from lightning_resume.format.durable import commit_directory, find_checkpoint, require_replaceable, write_file
+from lightning_resume.format.contained import CheckpointFiles, look_into
+from lightning_resume.format.durable import FileWriter, commit_directory, require_replaceable, write_file
 from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
 from lightning_resume.format.registry import DECODERS, find_encoder, register_type
 from lightning_resume.format.shards import read_group, write_group
@@ -119,10 +119,10 @@ def write_checkpoint(
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    target = Path(path).absolute()
+    target = Path(path)
     if target.name in ("", "..") or "\0" in str(target):
         raise ValueError(f"{os.fspath(path)!r} is no path for a checkpoint directory")
-    return target
+    return target.absolute()  # the process may change its directory while a thread writes
 
 
 def _require_little_endian() -> None:
@@ -191,7 +191,7 @@ def _fill(directory: Path, draft: CheckpointIndex, content: _Content, max_shard_
     if content.has_model and not any(name.startswith("model") for name in files):
         files.update(write_group(directory, "model", [], max_shard_bytes))
     for name, text in content.texts.items():
-        files[name] = write_file(directory / name, lambda writer, text=text: writer.write(text))  # type: ignore[misc]
+        files[name] = write_file(directory / name, functools.partial(FileWriter.write, data=text))
     index, data = index_to_bytes(draft.with_files(files))
     write_file(directory / INDEX_NAME, lambda writer: writer.write(data))
     return index
@@ -216,6 +216,7 @@ def read_checkpoint(
     path: str | os.PathLike[str],
     *,
     keys: Collection[str] | None = None,
+    exclude: Collection[str] = (),
     verify: bool = True,
     rank: int | None = None,
 ) -> dict[str, Any]:
@@ -228,6 +229,7 @@ def read_checkpoint(
         path: the checkpoint directory.
         keys: read only these top-level keys (those that are not there are left out), and only the files they need:
             ``{"state_dict"}`` reads the model's files and the JSON.
+        exclude: do not read these top-level keys, nor files that only they need.
         verify: compare every file that is read with its digest. Without it sizes and structure are checked only.
         rank: add this rank's own state under ``"rank_state"``.
 
@@ -243,22 +245,32 @@ def read_checkpoint(
         CheckpointReadError: the operating system could not read it.
         MissingStateError: it has no state of that rank.
         UnsupportedStateError: it holds an object of a class that is not registered here.
-        TypeError: `keys` is a str.
+        TypeError: `keys` or `exclude` is a str.
     """
-    if isinstance(keys, str):
-        raise TypeError(f"keys={keys!r} is one text: pass a set of keys")
+    for name, value in (("keys", keys), ("exclude", exclude)):
+        if isinstance(value, str):
+            raise TypeError(f"{name}={value!r} is one text: pass a set of keys")
     _require_little_endian()
-    shown = Path(path)
-    wanted = None if keys is None else frozenset(keys)
-    with open_checkpoint(find_checkpoint(shown), shown) as files, torch.inference_mode(False), torch.no_grad():
-        index = load_index(files)
-        if rank is not None and not 0 <= rank < index.num_ranks:
-            raise MissingStateError(f"state of rank {rank}, only of {index.num_ranks} ranks")
-        state = _decode(files, index, "state.json", ("model", "optimizer", "state"), wanted, verify)
-        if rank is not None:
-            file = f"rank-{rank:05d}"
-            state[RANK_STATE_KEY] = _decode(files, index, f"{file}.json", (file,), None, verify)
-        return state
+    wanted = None if keys is None and not exclude else functools.partial(_is_wanted, keys, exclude)
+    with torch.inference_mode(False), torch.no_grad():  # the caller's mode would mark the tensors
+        return look_into(Path(path), lambda files: _read(files, wanted, verify, rank))
+
+
+def _is_wanted(keys: Collection[str] | None, exclude: Collection[str], key: str) -> bool:
+    return (keys is None or key in keys) and key not in exclude
+
+
+def _read(
+    files: CheckpointFiles, wanted: Callable[[str], bool] | None, verify: bool, rank: int | None
+) -> dict[str, Any]:
+    index = load_index(files)
+    if rank is not None and not 0 <= rank < index.num_ranks:
+        raise MissingStateError(f"state of rank {rank}, only of {index.num_ranks} ranks")
+    state = _decode(files, index, "state.json", ("model", "optimizer", "state"), wanted, verify)
+    if rank is not None:
+        file = f"rank-{rank:05d}"
+        state[RANK_STATE_KEY] = _decode(files, index, f"{file}.json", (file,), None, verify)
+    return state
 
 
 def _decode(
@@ -266,7 +278,7 @@ def _decode(
     index: CheckpointIndex,
     file: str,
     groups: Collection[str],
-    keys: Collection[str] | None,
+    wanted: Callable[[str], bool] | None,
     verify: bool,
 ) -> dict[str, Any]:
     loaded: dict[str, dict[str, torch.Tensor]] = {}
@@ -282,11 +294,11 @@ def _decode(
         return loaded[group]
 
     nodes = load_state(files, index, file, verify=verify)
-    if keys is None:
+    if wanted is None:
         for group in groups:  # also one that nothing refers to: all of the files are vouched for
             load(group)
     else:
-        nodes = {key: node for key, node in nodes.items() if key in keys}
+        nodes = {key: node for key, node in nodes.items() if wanted(key)}
     return decode_state(DecodeWalk(DECODERS, load), nodes, files.shown, file)
 
 

@@ -6,20 +6,24 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from lightning_resume.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CheckpointReadError,
     CorruptCheckpointError,
     ResumeError,
     UnsafePathError,
 )
+from lightning_resume.format.durable import find_checkpoint
 from lightning_resume.format.index import FileEntry, require_safe_name
 
 READ_BLOCK_BYTES = 4 * 2**20
+MAX_TRIES = 10  # of a read whose checkpoint is replaced each time
+T = TypeVar("T")
 HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 
@@ -30,7 +34,7 @@ class CheckpointFiles:
     """
 
     def __init__(self, path: Path, shown: Path) -> None:
-        """Opens the directory; use `open_checkpoint`, which closes it again.
+        """Opens the directory; use `look_into`, which closes it again.
 
         Args:
             path: the directory.
@@ -60,6 +64,15 @@ class CheckpointFiles:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def is_in_place(self) -> bool:
+        """Whether the directory that was opened is still the one to be found at its path."""
+        if self._fd < 0:
+            return True
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(find_checkpoint(self.shown)))
+        except OSError:
+            return False
 
     def names(self) -> list[str]:
         """Everything that is in the directory, sorted."""
@@ -144,11 +157,32 @@ class CheckpointFiles:
             raise UnsafePathError(self.shown, name, f"it is {what}")
 
 
-@contextlib.contextmanager
-def open_checkpoint(path: Path, shown: Path | None = None) -> Iterator[CheckpointFiles]:
-    """Opens a checkpoint directory for the length of a block."""
-    files = CheckpointFiles(path, shown or path)
-    try:
-        yield files
-    finally:
-        files.close()
+def look_into(path: Path, look: Callable[[CheckpointFiles], T]) -> T:
+    """Opens a checkpoint directory and hands it to `look`; again, if it was replaced or pruned in the middle.
+
+    Args:
+        path: the checkpoint directory; its replaced version is read if a kill fell between the renames of an overwrite.
+        look: reads from the open checkpoint.
+
+    Returns:
+        What `look` returned.
+
+    Raises:
+        CheckpointNotFoundError: there is no directory.
+        CheckpointError: from `look`, about a checkpoint that is still in its place.
+    """
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            files = CheckpointFiles(find_checkpoint(path), path)
+        except CheckpointNotFoundError:
+            if tries_left and find_checkpoint(path).exists():
+                continue
+            raise
+        try:
+            return look(files)
+        except CheckpointError:
+            if not tries_left or files.is_in_place():
+                raise
+        finally:
+            files.close()
+    raise CheckpointNotFoundError(path)

@@ -161,10 +161,10 @@ def require_replaceable(target: Path, overwrite: bool) -> None:
     if not stat.S_ISDIR(mode):
         if not (overwrite and (stat.S_ISREG(mode) or stat.S_ISLNK(mode))):
             raise CheckpointExistsError(target, "a file")
-    elif not overwrite:
-        raise CheckpointExistsError(target)
     elif not _looks_like_checkpoint(target):
         raise CheckpointExistsError(target, "a directory that is no checkpoint")
+    elif not overwrite:
+        raise CheckpointExistsError(target)
 
 
 def _looks_like_checkpoint(directory: Path) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 import time
 from datetime import timedelta
 from functools import lru_cache
@@ -107,7 +106,8 @@ def _machine() -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return _digest(f"{socket.gethostname()}|{namespace}")
+    host = os.uname().nodename if hasattr(os, "uname") else os.environ.get("COMPUTERNAME", "")
+    return _digest(f"{host}|{namespace}")
 
 
 def _process_start(pid: int) -> str:

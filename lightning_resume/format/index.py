@@ -139,6 +139,7 @@ def index_to_bytes(index: CheckpointIndex) -> tuple[CheckpointIndex, bytes]:
                 raise TypeError(f"{name}[{key!r}]={value!r} is no {kind.__name__}")
     if index.run_id is not None and type(index.run_id) is not str:
         raise TypeError(f"run_id={index.run_id!r} is no str")
+    _require_plain(index.run_id, "run_id", 0)
     _require_plain(dict(index.counters), "counters", 0)
     _require_plain(dict(index.metadata), "metadata", 0)
     _require_plain(dict(index.identity), "identity", 0)
@@ -256,14 +257,17 @@ def _require_known_files(files: Mapping[str, FileEntry]) -> None:
         raise ValueError("an incomplete set of ranks")
 
 
+_REMEDY = "Turn it into plain JSON values."
+
+
 def _require_plain(value: Any, key_path: str, depth: int) -> None:
     kind = type(value)
     if depth > MAX_IDENTITY_DEPTH:
-        raise UnsupportedStateError(key_path, "it is nested too deeply")
+        raise UnsupportedStateError(key_path, "it is nested too deeply", _REMEDY)
     if kind is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise UnsupportedStateError(f"{key_path}.{key}", "the index takes keys of type str only")
+                raise UnsupportedStateError(f"{key_path}.{key}", "the index takes keys of type str only", _REMEDY)
             _require_plain(key, f"{key_path}.{key}", depth + 1)
             _require_plain(item, f"{key_path}.{key}", depth + 1)
     elif kind is list:
@@ -271,16 +275,16 @@ def _require_plain(value: Any, key_path: str, depth: int) -> None:
             _require_plain(item, f"{key_path}.{number}", depth + 1)
     elif kind is str:
         if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-            raise UnsupportedStateError(key_path, "the index takes no lone surrogates")
+            raise UnsupportedStateError(key_path, "the index takes no lone surrogates", _REMEDY)
     elif kind is int:
         if not -(2**63) <= value < 2**63:
-            raise UnsupportedStateError(key_path, "the index takes ints of 64 bits only")
+            raise UnsupportedStateError(key_path, "the index takes ints of 64 bits only", _REMEDY)
     elif kind is float:
         if value != value or value in (float("inf"), float("-inf")):
-            raise UnsupportedStateError(key_path, "the index takes finite floats only")
+            raise UnsupportedStateError(key_path, "the index takes finite floats only", _REMEDY)
     elif value is not None and kind is not bool:
         reason = f"the index takes None, bool, int, float, str, list and dict only, not {kind.__name__}"
-        raise UnsupportedStateError(key_path, reason)
+        raise UnsupportedStateError(key_path, reason, _REMEDY)
 
 
 def _depth(value: Any) -> int:

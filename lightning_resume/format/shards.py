@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,7 @@ def write_group(directory: Path, group: str, blobs: Sequence[Blob], max_shard_by
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        written[name] = write_file(directory / name, lambda writer, shard=shard: _fill(writer, shard))  # type: ignore[misc]
+        written[name] = write_file(directory / name, functools.partial(_fill, blobs=shard))
         weight_map.update((blob.name, name) for blob in shard)
     if group == "model" and len(shards) > 1:
         total = sum(blob.num_bytes for blob in blobs)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resume.errors import CorruptCheckpointError, IncompleteCheckpointError
-from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, open_checkpoint
-from lightning_resume.format.durable import find_checkpoint
+from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, look_into
 from lightning_resume.format.header import Header, read_header
 from lightning_resume.format.index import (
     INDEX_NAME,
@@ -42,9 +41,7 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
         SchemaError: written in an unknown schema.
         CheckpointReadError: the operating system could not read it.
     """
-    shown = Path(path)
-    with open_checkpoint(find_checkpoint(shown), shown) as files:
-        return load_index(files)
+    return look_into(Path(path), load_index)
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
@@ -61,13 +58,15 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     Raises:
         CheckpointError: the first fault, with the subclasses of `read_index`.
     """
-    shown = Path(path)
-    with open_checkpoint(find_checkpoint(shown), shown) as files:
-        index = load_index(files)
-        for name, entry in index.files.items():
-            files.require_digest(name, entry, _digest(files, name))
-        require_sound_structure(files, index)
-        return index
+    return look_into(Path(path), _verify)
+
+
+def _verify(files: CheckpointFiles) -> CheckpointIndex:
+    index = load_index(files)
+    for name, entry in index.files.items():
+        files.require_digest(name, entry, _digest(files, name))
+    require_sound_structure(files, index)
+    return index
 
 
 def load_index(files: CheckpointFiles) -> CheckpointIndex:

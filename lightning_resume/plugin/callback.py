@@ -19,8 +19,8 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
-from lightning_resume.plugin import checks, loops
-from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO
+from lightning_resume.plugin import arguments, checks, loops
+from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.last import find_last, warn_of_newer
 from lightning_resume.plugin.rank_state import (
@@ -84,20 +84,24 @@ class AtomicResumeCallback(ModelCheckpoint):
     ) -> None:
         self._model_checkpoints: list[ModelCheckpoint] = []
         super().__init__(save_top_k=0)
-        allow = (allow,) if isinstance(allow, str) else tuple(allow)
-        checks.check_arguments(
-            counts={"every_n_train_steps": every_n_train_steps},
-            train_time_interval=train_time_interval,
-            keep_last_k=keep_last_k,
-            max_shard_bytes=max_shard_bytes,
-            allow=allow,
+        self.dirpath = arguments.folder(dirpath)
+        self.allow = arguments.allowed(allow)
+        arguments.check_counts(keep_last_k=keep_last_k, max_shard_bytes=max_shard_bytes)
+        if every_n_train_steps is not None:
+            arguments.check_counts(every_n_train_steps=every_n_train_steps)
+        if train_time_interval is not None:
+            arguments.check_interval(train_time_interval)
+        arguments.check_flags(
+            async_save=async_save,
+            save_on_train_start=save_on_train_start,
+            save_on_train_end=save_on_train_end,
+            save_on_signal=save_on_signal,
         )
-        if dirpath is not None:
-            checks.check_local(os.fspath(dirpath))
-            self.dirpath = os.path.abspath(os.fspath(dirpath))
+        if not isinstance(data_version, str | None):
+            raise TypeError(f"data_version must be a str, got {data_version!r}")
         interval = train_time_interval.total_seconds() if train_time_interval is not None else None
         is_default = every_n_train_steps is None and interval is None
-        self.async_save, self.data_version, self.allow = async_save, data_version, allow
+        self.async_save, self.data_version = async_save, data_version
         self.save_on_train_start, self.save_on_train_end = save_on_train_start, save_on_train_end
         self.save_on_signal = save_on_signal
         self.history = LossHistory()
@@ -120,13 +124,12 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- finding and reading ----------------------------------------------------------------------------------------
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        return find_last(self._folder(trainer))
+        return find_last(self._folder(trainer), loops.last_of_others(trainer, self))
 
     def _folder(self, trainer: Trainer) -> str:
         if self.dirpath is None:
-            checks.check_local(os.fspath(trainer.default_root_dir))
-            self.dirpath = os.path.join(os.path.abspath(trainer.default_root_dir), "checkpoints")
-        return os.fspath(self.dirpath)
+            self.dirpath = arguments.folder(os.path.join(trainer.default_root_dir, "checkpoints"))
+        return str(self.dirpath)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Installs the CheckpointIO and, for `fit`, the hooks into the loop and around the loaders."""
@@ -138,15 +141,21 @@ class AtomicResumeCallback(ModelCheckpoint):
         if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             self._io = trainer.strategy.checkpoint_io
         trainer.strategy.checkpoint_io = self._io
-        self._io.get_rank = lambda: trainer.global_rank
-        self._io.before_restore = None
+        self._io.fitting = None
         if stage != "fit" or loops.is_dry_run(trainer):
             return
         checks.check_folder(self._folder(trainer))
         self._io.run_id = self._io.run_id or uuid.uuid4().hex
-        self._io.before_restore = lambda path, checkpoint: self._before_restore(trainer, path, checkpoint)
+        self._io.fitting = Fitting(
+            trainer.global_rank, trainer.world_size, lambda path, state: self._before_restore(trainer, path, state)
+        )
         self._resume, self._resumed_from, self._has_begun = None, None, False
-        loops.install_hooks(trainer, lambda: self._before_epoch(trainer), lambda: self._before_batch(trainer))
+        loops.install_hooks(
+            trainer,
+            lambda: self._before_epoch(trainer),
+            lambda: self._before_batch(trainer),
+            lambda: self._before_epoch_end(trainer),
+        )
         loops.wrap_loaders(trainer, lambda loader: self._wrap(trainer, loader))
 
     def _wrap(self, trainer: Trainer, loader: object) -> object:
@@ -160,7 +169,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or self not in loops.callbacks(trainer):
             return
-        checks.check_checkpoint(trainer, path, checkpoint)
+        checks.check_model(trainer, path, checkpoint)
         if "rank_state" not in checkpoint:
             raise MissingStateError(
                 f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
@@ -184,11 +193,13 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- training ---------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The module has its precision now."""
+        """The module has its precision now, and there are optimizers; their state is not restored yet."""
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             clean_incomplete(self._folder(trainer))
         if self._resume is not None:
+            checks.check_optimizers(self._resume["optimizers"], checks.describe_optimizers(trainer))
             loops.restore_double(trainer, self._resume.pop("state_dict"))
+            trainer.should_stop = self._resume["extras"]["should_stop"]
         elif trainer.is_global_zero and not loops.is_dry_run(trainer):
             checks.check_unused(self._folder(trainer), self._io.run_id)
 
@@ -221,6 +232,15 @@ class AtomicResumeCallback(ModelCheckpoint):
         if all(loader.is_saveable(loops.num_batches_ahead(trainer)) for loader in loops.train_loaders(trainer)):
             self._save(trainer, "cut")
 
+    def _before_epoch_end(self, trainer: Trainer) -> None:
+        """Training that stops inside an epoch is saved before Lightning takes the epoch for complete."""
+        if self in loops.callbacks(trainer) and self.save_on_train_end and loops.stops_inside_epoch(trainer):
+            self._save_if_new(trainer, "cut")
+
+    def _save_if_new(self, trainer: Trainer, moment: str) -> None:
+        if self._has_begun and self._saver.steps_since_save(trainer) > 0 and not loops.is_inside_window(trainer):
+            self._save(trainer, moment)
+
     def _finish_resume(self, trainer: Trainer) -> None:
         state, self._resume = self._resume, None
         if state is None:
@@ -245,21 +265,15 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the end."""
-        if self._has_begun and self.save_on_train_end and self._saver.steps_since_save(trainer) > 0:
+        if self.save_on_train_end:
             for loader in loops.train_loaders(trainer):
                 loader.finish_pass()
-            self._save(trainer, "end")
+            self._save_if_new(trainer, "end")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves where Lightning stops for SIGTERM: all of the last batch is over."""
-        if (
-            isinstance(exception, SIGTERMException)
-            and self.save_on_signal
-            and self._has_begun
-            and not loops.is_inside_window(trainer)
-            and self._saver.steps_since_save(trainer) > 0
-        ):
-            self._save(trainer, "cut")
+        if isinstance(exception, SIGTERMException) and self.save_on_signal:
+            self._save_if_new(trainer, "cut")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: the epoch's end is saved at the first batch of the next one, or when training ends."""

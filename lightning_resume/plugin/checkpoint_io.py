@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
 from lightning_resume.catalog import prune_checkpoints
-from lightning_resume.errors import UnsupportedSetupError
-from lightning_resume.format.checkpoint import read_checkpoint, write_checkpoint
+from lightning_resume.errors import UnsupportedSetupError, WorldSizeError
+from lightning_resume.format.checkpoint import read_checkpoint, read_index, write_checkpoint
 
 RANK_STATES = "lightning_resume"
 """Key of a Lightning checkpoint under which each rank's own state travels to the writer, and back."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What loading for `fit` needs to know; elsewhere the weights and what belongs to them are enough.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of processes.
+        before_restore: called with path and checkpoint before Lightning restores anything; refuses by raising.
+    """
+
+    rank: int
+    world_size: int
+    before_restore: Callable[[str, Mapping[str, Any]], None]
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -33,8 +49,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def __init__(self, max_shard_bytes: int = 2**30) -> None:
         self.max_shard_bytes = max_shard_bytes
         self.run_id: str | None = None
-        self.get_rank: Callable[[], int] = lambda: 0
-        self.before_restore: Callable[[str, Mapping[str, Any]], None] | None = None
+        self.fitting: Fitting | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -70,6 +85,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointError: nothing whole is there; the subclass tells what is wrong.
+            WorldSizeError: another number of processes saved it, and `fit` is to go on from it.
             UnsupportedSetupError: a file was given: Lightning's own checkpoints are pickles and are not opened.
         """
         if Path(path).is_file():
@@ -78,9 +94,13 @@ class AtomicCheckpointIO(CheckpointIO):
                 "checkpoints of this package are directories; a .ckpt file is a pickle and is not opened",
                 "Load it in a Trainer without AtomicResumeCallback and AtomicCheckpointIO.",
             )
-        checkpoint = read_checkpoint(path, rank=self.get_rank())
-        if self.before_restore is not None:
-            self.before_restore(os.fspath(path), checkpoint)
+        if self.fitting is None:
+            return read_checkpoint(path, exclude={"optimizer_states"})
+        num_ranks = read_index(path).num_ranks
+        if num_ranks not in (0, self.fitting.world_size):
+            raise WorldSizeError(num_ranks, self.fitting.world_size)
+        checkpoint = read_checkpoint(path, rank=self.fitting.rank if num_ranks else None)
+        self.fitting.before_restore(os.fspath(path), checkpoint)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -1,61 +1,19 @@
-"""Refusals: wrong arguments, setups that cannot be exact, checkpoints that are not this run's."""
+"""Refusals: setups that cannot be exact, and checkpoints that are not this run's."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_resume.errors import ModelMismatchError, UnsupportedSetupError, WeightsOnlyError, WorldSizeError
+from lightning_resume.errors import ModelMismatchError, StateMismatchError, UnsupportedSetupError, WeightsOnlyError
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.last import step_checkpoints
-
-ALLOWED = (
-    "data_changed",
-    "batch_size_changed",
-    "drop_last_changed",
-    "sampler_changed",
-)
-
-
-def check_arguments(
-    *, counts: Mapping[str, int | None], train_time_interval: timedelta | None, keep_last_k: int, max_shard_bytes: int,
-    allow: tuple[str, ...],
-) -> None:  # fmt: skip
-    """Refuses constructor arguments that are wrong or contradict each other.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: a value out of range, or an unknown word in `allow`.
-    """
-    for name, value in {**counts, "keep_last_k": keep_last_k, "max_shard_bytes": max_shard_bytes}.items():
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if train_time_interval is not None:
-        if not isinstance(train_time_interval, timedelta):
-            raise TypeError(f"train_time_interval must be a datetime.timedelta, got {train_time_interval!r}")
-        if train_time_interval <= timedelta(0):
-            raise ValueError(f"train_time_interval must be positive, got {train_time_interval}")
-    for word in allow:
-        if word not in ALLOWED:
-            raise ValueError(f"allow knows no {word!r}; there are: {', '.join(ALLOWED)}")
-
-
-def check_local(dirpath: str) -> None:
-    """Refuses remote folders: rename and fsync mean nothing there."""
-    if "://" in dirpath and not dirpath.startswith("file://"):
-        raise UnsupportedSetupError(
-            f"dirpath={dirpath!r}", "atomic renames and fsync need a local file system", "Pass a local dirpath."
-        )
 
 
 def check_folder(dirpath: str) -> None:
@@ -84,7 +42,7 @@ def check_unused(folder: str, run_id: str | None) -> None:
     if newest and newest[0].run_id != run_id:
         raise UnsupportedSetupError(
             f"dirpath={folder!r}",
-            f"training would start from scratch, but the folder holds checkpoints of another run ({newest[0].path.name})",
+            f"training would start from scratch, but it holds checkpoints of another run ({newest[0].path.name})",
             'Go on with that run by fit(ckpt_path="last"), or pass another dirpath.',
         )
 
@@ -110,29 +68,79 @@ def check_setup(trainer: Trainer) -> None:
         )
 
 
-def check_checkpoint(trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
+def check_model(trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
     """Refuses, before anything is restored, a checkpoint that `fit` cannot go on from.
 
     Raises:
         WeightsOnlyError: it holds the model alone.
-        ModelMismatchError: keys are missing, left over, or of another shape.
-        WorldSizeError: another number of processes saved it.
+        ModelMismatchError: keys are missing, left over, or of another shape or dtype.
     """
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(path)
     module = trainer.lightning_module
     saved = checkpoint.get("current_model_state", checkpoint["state_dict"])
     current = module.state_dict()
-    shapes = {
-        name: (tuple(saved[name].shape), tuple(value.shape))
+    # Under these the module has its own dtype only later.
+    is_converted = trainer.precision not in ("32-true", "16-mixed", "bf16-mixed")
+    differing = {
+        name: (_describe(saved[name], is_converted), _describe(value, is_converted))
         for name, value in current.items()
-        if hasattr(value, "shape") and hasattr(saved.get(name), "shape") and saved[name].shape != value.shape
+        if name in saved and _describe(saved[name], is_converted) != _describe(value, is_converted)
     }
     strict = module.strict_loading
     missing = [name for name in current if name not in saved] if strict else []
     unexpected = [name for name in saved if name not in current] if strict else []
-    if missing or unexpected or shapes:
-        raise ModelMismatchError(missing, unexpected, shapes)
-    world_size = checkpoint.get("world_size")
-    if world_size is not None and world_size != trainer.world_size:
-        raise WorldSizeError(world_size, trainer.world_size)
+    if missing or unexpected or differing:
+        raise ModelMismatchError(missing, unexpected, differing)
+
+
+def _describe(value: Any, without_dtype: bool) -> object:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return tuple(value.shape) if without_dtype else f"{tuple(value.shape)} {value.dtype}"
+
+
+def describe_optimizers(trainer: Trainer) -> dict[str, Any]:
+    """The optimizers and schedulers: classes, and the names of the parameters in each group."""
+    names = {id(p): name for name, p in trainer.lightning_module.named_parameters(remove_duplicate=True)}
+    return {
+        "optimizers": [
+            {
+                "class": type(optimizer).__name__,
+                "groups": [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
+            }
+            for optimizer in trainer.optimizers
+        ],
+        "schedulers": [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
+    }
+
+
+def check_optimizers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuses other optimizers or schedulers, or parameters in another order: each would get another's state.
+
+    Raises:
+        StateMismatchError: names the optimizer and both sides.
+    """
+    for field in ("optimizers", "schedulers"):
+        if len(saved[field]) != len(current[field]):
+            raise StateMismatchError(f"number of {field}", len(saved[field]), len(current[field]))
+    for index, (before, now) in enumerate(zip(saved["optimizers"], current["optimizers"], strict=True)):
+        if before["class"] != now["class"]:
+            raise StateMismatchError(f"class of optimizer {index}", before["class"], now["class"])
+        if before["groups"] != now["groups"]:
+            differing = [_first_difference(a, b) for a, b in zip(before["groups"], now["groups"], strict=False)]
+            sides = next(
+                (d for d in differing if d), (f"{len(before['groups'])} groups", f"{len(now['groups'])} groups")
+            )
+            remedy = "Hand the optimizer the same parameters in the same order."
+            raise StateMismatchError(f"parameters of optimizer {index}", *sides, remedy)
+    if saved["schedulers"] != current["schedulers"]:
+        raise StateMismatchError("classes of the schedulers", saved["schedulers"], current["schedulers"])
+
+
+def _first_difference(saved: list[str], current: list[str]) -> tuple[str, str] | None:
+    for index in range(max(len(saved), len(current))):
+        sides = [names[index] if index < len(names) else "none" for names in (saved, current)]
+        if sides[0] != sides[1]:
+            return f"{sides[0]} at place {index}", f"{sides[1]} at place {index}"
+    return None

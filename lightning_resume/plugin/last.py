@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Collection
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -24,8 +25,12 @@ def step_checkpoints(folder: str) -> list[CheckpointInfo]:
     ]
 
 
-def find_last(folder: str) -> set[str]:
+def find_last(folder: str, others: Collection[str]) -> set[str]:
     """The newest good checkpoint in `folder`, by step number; an empty set and one info line where there is none.
+
+    Args:
+        folder: where this callback saves.
+        others: what other callbacks offer as their last.
 
     Raises:
         NoGoodCheckpointError: there are checkpoints, but only bad ones.
@@ -33,13 +38,15 @@ def find_last(folder: str) -> set[str]:
     good = step_checkpoints(folder)
     if good:
         path = os.fspath(good[-1].path)
-        _make_newest(path)
+        _make_newest(path, others)
         return {path}
     # What a kill during the very first save leaves is hidden; everything else that is bad was good once.
     found = [info for info in scan_checkpoints(folder) if not info.path.name.startswith(".")]
     bad = [info for info in found if info.status in ("corrupt", "incomplete")]
     if bad:
         raise NoGoodCheckpointError(folder, bad)
+    if others:
+        return set()
     # Lightning would warn that there is none; for a first start that is what is expected.
     expected = re.escape('.fit(ckpt_path="last") is set, but there is no last checkpoint')
     warnings.filterwarnings("ignore", message=expected)
@@ -47,8 +54,10 @@ def find_last(folder: str) -> set[str]:
     return set()
 
 
-def _make_newest(path: str) -> None:
+def _make_newest(path: str, others: Collection[str]) -> None:
     """Lightning takes the newest mtime among the candidates; a `last.ckpt` of another callback must not win by that."""
+    if all(os.stat(path).st_mtime > os.stat(other).st_mtime for other in others if os.path.exists(other)):
+        return
     try:
         os.utime(path)
     except OSError as error:
@@ -60,6 +69,6 @@ def warn_of_newer(folder: str, path: str, global_step: int) -> None:
     newer = [info.path.name for info in step_checkpoints(folder) if (info.global_step or 0) > global_step]
     if newer:
         rank_zero_warn(
-            f"Training goes on from {path!r}, but {folder!r} holds newer checkpoints ({', '.join(newer)}). Until it has "
-            'passed them, "last" means the newest of them. Delete them, or pass another dirpath.'
+            f"Training goes on from {path!r}, but {folder!r} holds newer checkpoints ({', '.join(newer)}). "
+            'Until it has passed them, "last" means the newest of them. Delete them, or pass another dirpath.'
         )

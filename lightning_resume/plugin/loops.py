@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader import ResumableLoader
 
 
@@ -32,8 +34,19 @@ def is_dry_run(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
-def install_hooks(trainer: Trainer, before_epoch: Callable[[], None], before_batch: Callable[[], None]) -> None:
-    """Calls `before_epoch` when an epoch begins and `before_batch` at each cut."""
+def last_of_others(trainer: Trainer, callback: Callback) -> set[str]:
+    """What the other checkpoint callbacks answer to `ckpt_path="last"`."""
+    others = [c for c in callbacks(trainer) if isinstance(c, ModelCheckpoint) and c is not callback]
+    return set().union(*(other._find_last_checkpoints(trainer) for other in others))
+
+
+def install_hooks(
+    trainer: Trainer,
+    before_epoch: Callable[[], None],
+    before_batch: Callable[[], None],
+    before_epoch_end: Callable[[], None],
+) -> None:
+    """Calls `before_epoch` before an epoch, `before_batch` at each cut, `before_epoch_end` after the last batch."""
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
 
@@ -45,13 +58,19 @@ def install_hooks(trainer: Trainer, before_epoch: Callable[[], None], before_bat
         before_batch()
         type(epoch_loop).advance(epoch_loop, data_fetcher)
 
+    def on_advance_end() -> None:
+        before_epoch_end()
+        type(fit_loop).on_advance_end(fit_loop)
+
     fit_loop.on_advance_start = on_advance_start  # type: ignore[method-assign]
+    fit_loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
     epoch_loop.advance = advance  # type: ignore[method-assign]
 
 
 def remove_hooks(trainer: Trainer) -> None:
     """Undoes `install_hooks`."""
     trainer.fit_loop.__dict__.pop("on_advance_start", None)
+    trainer.fit_loop.__dict__.pop("on_advance_end", None)
     trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
 
 
@@ -118,6 +137,11 @@ def is_inside_window(trainer: Trainer) -> bool:
     return bool(
         trainer.lightning_module.automatic_optimization and started and fit_loop.epoch_loop._should_accumulate()
     )
+
+
+def stops_inside_epoch(trainer: Trainer) -> bool:
+    """Whether the epoch loop has ended short of the epoch's last batch: a step limit, or an early stop."""
+    return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def drop_loader_state(checkpoint: Mapping[str, Any]) -> None:
@@ -195,7 +219,7 @@ def capture_extras(trainer: Trainer) -> dict[str, Any]:
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "should_stop": trainer.should_stop,
+        "should_stop": trainer.should_stop and not _is_out_of_time(trainer),
         "last_train_dl_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         "last_val_dl_reload_epoch": val_loop._last_val_dl_reload_epoch,
         "seen_val_batches": dict(val_loop._seen_batches_per_dataloader),
@@ -203,11 +227,16 @@ def capture_extras(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def _is_out_of_time(trainer: Trainer) -> bool:
+    """Whether a Timer stopped training: it decides anew in each process, perhaps with more time."""
+    remaining = [c.time_remaining() for c in callbacks(trainer) if isinstance(c, Timer)]
+    return any(seconds is not None and seconds <= 0 for seconds in remaining)
+
+
 def restore_extras(trainer: Trainer, extras: Mapping[str, Any]) -> None:
     """Puts back what `capture_extras` returned; sets validation up where it was set up."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
-    trainer.should_stop = extras["should_stop"]
     trainer.fit_loop._last_train_dl_reload_epoch = extras["last_train_dl_reload_epoch"]
     if extras["has_val_loaders"] and val_loop._combined_loader is None:
         trainer.validating = True
@@ -249,6 +278,13 @@ def restore_module(trainer: Trainer, state: Mapping[str, Any]) -> None:
         for name, buffer in state["buffers"].items():
             if name in buffers and buffers[name].shape == buffer.shape:
                 buffers[name].copy_(buffer)
+
+
+def held_generators(trainer: Trainer) -> dict[str, Generator]:
+    """The random generators that modules and callbacks hold as attributes, by path."""
+    owners: dict[str, object] = {"module": trainer.lightning_module, "datamodule": trainer.datamodule}  # type: ignore[attr-defined]
+    owners |= {f"callbacks.{type(callback).__name__}": callback for callback in callbacks(trainer)}
+    return find_generators(owners, stop=[trainer])
 
 
 def restore_double(trainer: Trainer, state_dict: Mapping[str, Any]) -> None:

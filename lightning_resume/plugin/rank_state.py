@@ -8,8 +8,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_resume.data.identity import check_data_version, check_identity, loader_identity
+from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.errors import MissingStateError, StateMismatchError
 from lightning_resume.plugin import loops
+from lightning_resume.plugin.checks import describe_optimizers
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.rng import RNGState
 
@@ -19,9 +21,11 @@ _KEYS = (
     "batch_in_epoch",
     "identity",
     "rng",
+    "generators",
     "loaders",
     "val_loaders",
     "combined",
+    "optimizers",
     "extras",
     "module",
     "metrics",
@@ -46,8 +50,10 @@ def capture_rank_state(trainer: Trainer, *, moment: str, data_version: str | Non
         },
         "seeds": loops.capture_seeds(),
         "rng": RNGState.capture().state_dict(),
+        "generators": pack(Streams(loops.held_generators(trainer)).capture_generators()),
         "loaders": [loader.state_dict(ahead) for loader in loops.train_loaders(trainer)],
         "val_loaders": [loader.state_dict() for loader in loops.val_loaders(trainer)],
+        "optimizers": describe_optimizers(trainer),
         "combined": loops.combined_state(trainer),
         "extras": loops.capture_extras(trainer),
         "module": loops.capture_module(trainer),
@@ -83,6 +89,7 @@ def enter_epoch(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Before an epoch that follows a checkpoint taken between epochs: streams and metrics as they stood."""
     loops.restore_extras(trainer, state["extras"])
     restore_dictionaries(trainer, state["metrics"])
+    Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
     RNGState.from_state_dict(state["rng"]).restore()
 
 
@@ -102,6 +109,7 @@ def enter_first_batch(trainer: Trainer, state: Mapping[str, Any], *, between_epo
         return
     loops.begin_pass(trainer, state["combined"])
     loops.restore_module(trainer, state["module"])
+    Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
     restore_metrics(trainer, state["metrics"])
     RNGState.from_state_dict(state["rng"]).restore()
 

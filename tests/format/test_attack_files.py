@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import random
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +18,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lightning_resume.catalog import scan_checkpoints
 from lightning_resume.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointReadError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    ResumeError,
     UnsafePathError,
+    UnsupportedSetupError,
 )
 from lightning_resume.format.checkpoint import read_checkpoint, read_index, verify_checkpoint, write_checkpoint
 from lightning_resume.format.durable import FileWriter
@@ -61,10 +67,15 @@ def forge(checkpoint: Path, name: str, data: bytes) -> None:
     (checkpoint / name).write_bytes(data)
     document = json.loads((checkpoint / "index.json").read_text())
     document["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    del document["digest"]
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    document["digest"] = hashlib.sha256(text.encode()).hexdigest()
-    (checkpoint / "index.json").write_text(json.dumps(document))
+    (checkpoint / "index.json").write_text(resigned(json.dumps(document)))
+
+
+def resigned(text: str) -> str:
+    """The JSON of an index with a right digest."""
+    document = json.loads(text)
+    document.pop("digest", None)
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**document, "digest": hashlib.sha256(canonical.encode()).hexdigest()})
 
 
 def test_the_fixture_has_every_file(checkpoint: Path) -> None:
@@ -317,6 +328,59 @@ def test_a_forged_skeleton_ends_in_one_typed_error(node: Any, checkpoint: Path) 
     assert "'x" in caught.value.expected
 
 
+TOKENS = [
+    "null",
+    "true",
+    "-1",
+    "0",
+    "9" * 19,
+    "1e308",
+    '""',
+    '"x"',
+    "[]",
+    "{}",
+    '{"$":"tensor"}',
+    '"state"',
+    '"load"',
+    "[0]",
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("file", ["state.json", "index.json", "model.safetensors.index.json"])
+def test_a_forged_file_with_any_value_replaced_is_read_or_refused(file: str, seed: int, checkpoint: Path) -> None:
+    """One or two JSON values are exchanged and all digests redone: no other error than this package's own escapes."""
+    generator = random.Random(seed)
+    text = (checkpoint / file).read_text()
+    index = (checkpoint / "index.json").read_text()
+    outcomes = set()
+
+    for _ in range(15):
+        changed = text
+        for _ in range(generator.choice([1, 2])):
+            values = list(re.finditer(r'"[^"]*"|-?[0-9][0-9.e+-]*|null|true|false', changed))
+            value = generator.choice(values)
+            other = generator.choice([*TOKENS, generator.choice(values).group()])
+            changed = changed[: value.start()] + other + changed[value.end() :]
+        if file == "index.json":
+            with contextlib.suppress(ValueError, AttributeError):
+                changed = resigned(changed)
+            (checkpoint / file).write_text(changed)
+        else:
+            forge(checkpoint, file, changed.encode())
+        try:
+            verify_checkpoint(checkpoint)
+            read_checkpoint(checkpoint, rank=0)
+            outcomes.add("read")
+        except ResumeError:
+            outcomes.add("refused")
+        assert len(scan_checkpoints(checkpoint.parent)) == 1
+        (checkpoint / file).write_text(text)
+        (checkpoint / "index.json").write_text(index)
+
+    assert "refused" in outcomes
+
+
 def test_a_class_that_is_not_registered_is_never_looked_up(checkpoint: Path) -> None:
     """The name on disk is a key of a table, not something to import."""
     set_skeleton(checkpoint, {"$": "type", "name": "os.system", "v": "true"})
@@ -477,6 +541,30 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     assert caught.value.found == "a file"
 
 
+@pytest.mark.parametrize("kind", ["nothing", "a file"])
+def test_a_missing_checkpoint_is_not_found_on_windows_either(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Where no file can be opened relative to a directory, the answers are the same."""
+    monkeypatch.setattr("lightning_resume.format.contained.HAS_DIR_FD", False)
+    if kind == "a file":
+        (tmp_path / "c").write_text("x")
+
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        read_index(tmp_path / "c")
+
+    assert caught.value.found == kind
+
+
+@pytest.mark.parametrize("action", [read_checkpoint, lambda path: write_checkpoint(path, {})], ids=["read", "write"])
+def test_a_big_endian_machine_is_refused(action: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Numbers would come out with their bytes reversed."""
+    monkeypatch.setattr("sys.byteorder", "big")
+
+    with pytest.raises(UnsupportedSetupError, match="little-endian") as caught:
+        action(tmp_path / "c")
+
+    assert caught.value.setup == "a big-endian machine"
+
+
 def test_a_directory_without_an_index_was_never_committed(checkpoint: Path) -> None:
     """Presence of the index is validity."""
     (checkpoint / "index.json").unlink()
@@ -516,7 +604,20 @@ def test_reading_takes_only_the_files_that_the_keys_need(checkpoint: Path, monke
         read_checkpoint(checkpoint, keys={"optimizer_states"})
 
 
-def test_keys_given_as_one_text_are_a_wrong_argument(checkpoint: Path) -> None:
+def test_excluded_keys_are_left_out_with_the_files_that_only_they_need(checkpoint: Path) -> None:
+    """Weights can be tested where the optimizer's file is damaged; a key in both arguments is left out."""
+    data = bytearray((checkpoint / "optimizer.safetensors").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "optimizer.safetensors").write_bytes(data)
+
+    result = read_checkpoint(checkpoint, exclude={"optimizer_states", "absent"})
+
+    assert list(result) == ["state_dict", "x"]
+    assert list(read_checkpoint(checkpoint, keys={"state_dict", "x"}, exclude={"x"})) == ["state_dict"]
+
+
+@pytest.mark.parametrize("argument", ["keys", "exclude"])
+def test_keys_given_as_one_text_are_a_wrong_argument(argument: str, checkpoint: Path) -> None:
     """Its letters would be taken for keys, and nothing would be read."""
-    with pytest.raises(TypeError, match="pass a set of keys"):
-        read_checkpoint(checkpoint, keys="state_dict")
+    with pytest.raises(TypeError, match=f"{argument}='state_dict' is one text"):
+        read_checkpoint(checkpoint, **{argument: "state_dict"})

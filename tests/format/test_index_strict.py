@@ -84,9 +84,12 @@ def test_the_digest_is_over_the_canonical_json(checkpoint: Path) -> None:
     """sha256 of the document without its digest, keys sorted, no spaces: anyone can compute it."""
     document = json.loads((checkpoint / "index.json").read_text())
 
-    assert resign(document) == json.dumps(
-        {**{key: value for key, value in document.items() if key != "digest"}, "digest": document["digest"]}
-    ).encode()
+    assert (
+        resign(document)
+        == json.dumps(
+            {**{key: value for key, value in document.items() if key != "digest"}, "digest": document["digest"]}
+        ).encode()
+    )
 
 
 def test_a_changed_value_with_the_old_digest_is_corrupt(checkpoint: Path) -> None:

@@ -1,0 +1,462 @@
+"""Bad input to the callback and to `fit`: a clear error before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inprocess import NotedToy, Stop, StopAfter, copies, loader, make_trainer, plugin, same_state, save_some
+from lightning.fabric.plugins import XLACheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from toy import step_dir
+
+from lightning_resume import (
+    AtomicCheckpointIO,
+    AtomicResumeCallback,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MissingStateError,
+    ModelMismatchError,
+    NoGoodCheckpointError,
+    RNGState,
+    StateMismatchError,
+    UnsupportedSetupError,
+    WeightsOnlyError,
+)
+
+
+class Wide(NotedToy):
+    """Two layers of equal shapes, so that their optimizer states could be swapped without an error."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Dropout(0.5))
+
+
+class Extra(Wide):
+    """One layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+
+
+class Fewer(Wide):
+    """One layer less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Identity(), nn.Dropout(0.5))
+
+
+class Broad(Wide):
+    """A layer of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Dropout(0.5))
+
+
+class Double(Wide):
+    """The same layers in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+class TwoOptimizers(Wide):
+    """An optimizer more than `Wide` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.parameters(), lr=1e-2), torch.optim.SGD(self.parameters(), lr=1e-2)]
+
+
+def refused(module: LightningModule, path: Path, folder: Path, error: type[Exception], **keywords: Any) -> Any:
+    """Resumes from `path`, checks that nothing was trained or restored, and returns the error."""
+    before, streams = copies(module), RNGState.capture().state_dict()
+    trainer = make_trainer(folder, plugin(folder / "new"), **keywords)
+
+    with pytest.raises(error) as caught:
+        trainer.fit(module, loader(), ckpt_path=path)
+
+    assert module.rows == []
+    assert same_state(copies(module), before)
+    assert str(RNGState.capture().state_dict()) == str(streams)
+    assert not (folder / "new").exists() or not list((folder / "new").glob("step-*"))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"every_n_train_steps": 0}, ValueError, "every_n_train_steps must be at least 1, got 0"),
+        ({"every_n_train_steps": -1}, ValueError, "every_n_train_steps must be at least 1, got -1"),
+        ({"every_n_train_steps": 1.5}, TypeError, "every_n_train_steps must be an int, got 1.5"),
+        ({"every_n_train_steps": True}, TypeError, "every_n_train_steps must be an int, got True"),
+        ({"every_n_train_steps": "5"}, TypeError, "every_n_train_steps must be an int, got '5'"),
+        ({"train_time_interval": 60}, TypeError, "train_time_interval must be a datetime.timedelta, got 60"),
+        ({"train_time_interval": timedelta(0)}, ValueError, "train_time_interval must be positive, got 0:00:00"),
+        ({"train_time_interval": timedelta(seconds=-1)}, ValueError, "train_time_interval must be positive"),
+        ({"keep_last_k": 0}, ValueError, "keep_last_k must be at least 1, got 0"),
+        ({"keep_last_k": -1}, ValueError, "keep_last_k must be at least 1, got -1"),
+        ({"keep_last_k": None}, TypeError, "keep_last_k must be an int, got None"),
+        ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be at least 1, got 0"),
+        ({"max_shard_bytes": "1GB"}, TypeError, "max_shard_bytes must be an int, got '1GB'"),
+        ({"max_shard_bytes": None}, TypeError, "max_shard_bytes must be an int, got None"),
+        ({"async_save": "no"}, TypeError, "async_save must be a bool, got 'no'"),
+        ({"save_on_train_start": None}, TypeError, "save_on_train_start must be a bool, got None"),
+        ({"save_on_train_end": 1}, TypeError, "save_on_train_end must be a bool, got 1"),
+        ({"save_on_signal": "SIGTERM"}, TypeError, "save_on_signal must be a bool, got 'SIGTERM'"),
+        ({"data_version": 5}, TypeError, "data_version must be a str, got 5"),
+        ({"allow": 5}, TypeError, "allow must be a sequence of str, got 5"),
+        ({"allow": None}, TypeError, "allow must be a sequence of str, got None"),
+        ({"allow": ("anything",)}, ValueError, "allow knows no 'anything'; there are: "),
+        ({"allow": ("data_changed", 5)}, ValueError, "allow knows no 5; there are: "),
+        ({"dirpath": 5}, TypeError, "dirpath must be a str or os.PathLike, got 5"),
+        ({"dirpath": b"x"}, TypeError, "dirpath must be a str or os.PathLike, got b'x'"),
+        ({"dirpath": ""}, ValueError, "dirpath must name a folder, got ''"),
+        ({"dirpath": "a\0b"}, ValueError, "dirpath must name a folder, got 'a\\x00b'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_refused_by_name(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    """The constructor refuses it; the message has the argument's name and its value."""
+    with pytest.raises(error) as caught:
+        AtomicResumeCallback(**arguments)
+
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dirpath", ["s3://bucket/x", "memory://x", "gs://x", "file:///tmp/x"])
+def test_a_remote_folder_is_refused(dirpath: str) -> None:
+    """ENV-05: rename and fsync mean nothing there; refused when the callback is made."""
+    with pytest.raises(UnsupportedSetupError, match="local") as caught:
+        AtomicResumeCallback(dirpath)
+
+    assert dirpath in caught.value.setup
+
+
+def test_a_remote_root_folder_is_refused(tmp_path: Path) -> None:
+    """ENV-05: without a dirpath the Trainer's root folder counts; refused when training starts."""
+    module = NotedToy()
+    trainer = make_trainer(tmp_path, AtomicResumeCallback(), default_root_dir="memory://runs")
+
+    with pytest.raises(UnsupportedSetupError, match="local") as caught:
+        trainer.fit(module, loader())
+
+    assert "memory:" in caught.value.setup
+    assert module.rows == []
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    """A file stands where the folder should be: an error before the first batch, and the file is left alone."""
+    (tmp_path / "ck").write_text("mine")
+    module = NotedToy()
+
+    with pytest.raises(UnsupportedSetupError, match="File exists") as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "ck")).fit(module, loader())
+
+    assert str(tmp_path / "ck") in caught.value.setup
+    assert module.rows == []
+    assert (tmp_path / "ck").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    """A parent of the folder is a file: an error before the first batch."""
+    (tmp_path / "file").touch()
+    module = NotedToy()
+
+    with pytest.raises(UnsupportedSetupError, match="Not a directory") as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "file" / "ck")).fit(module, loader())
+
+    assert str(tmp_path / "file" / "ck") in caught.value.setup
+    assert module.rows == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is there but read-only: an error before the first batch."""
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **kw: mode & os.W_OK == 0 and allowed(path, mode, **kw))
+    module = NotedToy()
+
+    with pytest.raises(UnsupportedSetupError, match="cannot be written") as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "ck")).fit(module, loader())
+
+    assert str(tmp_path / "ck") in caught.value.setup
+    assert module.rows == []
+
+
+def test_a_sharded_strategy_is_refused(tmp_path: Path) -> None:
+    """DDP-07: FSDP2's strategy runs on the CPU too, but is not supported: an error at the start (FSDP needs a GPU)."""
+    module = NotedToy()
+    module.configure_model = lambda: None
+    trainer = make_trainer(tmp_path, plugin(tmp_path / "ck"), strategy=ModelParallelStrategy(), devices=1)
+
+    try:
+        with pytest.raises(UnsupportedSetupError, match="ModelParallelStrategy"):
+            trainer.fit(module, loader())
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    assert module.rows == []
+    assert not (tmp_path / "ck").exists()
+
+
+def test_another_checkpoint_io_is_refused(tmp_path: Path) -> None:
+    """A CheckpointIO of somebody else's is not replaced silently."""
+    trainer = make_trainer(tmp_path, plugin(tmp_path / "ck"), plugins=[SlowIO()])
+
+    with pytest.raises(UnsupportedSetupError, match="SlowIO"):
+        trainer.fit(NotedToy(), loader())
+
+
+class SlowIO(XLACheckpointIO):
+    """A CheckpointIO of the user's."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "unexpected", "mismatched"),
+    [
+        (Extra, ("more.weight", "more.bias"), (), ()),
+        (Fewer, (), ("net.1.weight", "net.1.bias"), ()),
+        (Broad, (), (), ("net.0.weight", "net.0.bias", "net.1.weight")),
+        (Double, (), (), ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias")),
+    ],
+)
+def test_another_model_is_refused(
+    module: Callable[[], LightningModule],
+    missing: tuple[str, ...],
+    unexpected: tuple[str, ...],
+    mismatched: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    """Missing, extra, differently shaped or typed keys are named, and no weight is changed."""
+    save_some(tmp_path / "ck", Wide())
+
+    error = refused(module(), step_dir(tmp_path / "ck", 4), tmp_path, ModelMismatchError)
+
+    assert (error.missing, error.unexpected, tuple(error.mismatched)) == (missing, unexpected, mismatched)
+    assert all(name in str(error) for name in (*missing, *unexpected, *mismatched))
+
+
+OTHER_OPTIMIZERS: dict[str, tuple[Callable[[], LightningModule], str, Any, Any]] = {
+    "another class": (lambda: Wide(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)), "class", "Adam", "AdamW"),
+    "without its state": (lambda: Wide(optimizer=lambda p: torch.optim.SGD(p, lr=1e-2)), "class", "Adam", "SGD"),
+    "parameters in another order": (
+        lambda: Wide(optimizer=lambda p: torch.optim.Adam(list(p)[::-1], lr=1e-2)),
+        "parameters",
+        "net.0.weight at place 0",
+        "net.1.bias at place 0",
+    ),
+    "fewer parameters": (
+        lambda: Wide(optimizer=lambda p: torch.optim.Adam(list(p)[:-1], lr=1e-2)),
+        "parameters",
+        "net.1.bias at place 3",
+        "none at place 3",
+    ),
+    "one optimizer more": (TwoOptimizers, "number of optimizers", 1, 2),
+    "one scheduler more": (
+        lambda: Wide(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+        "number of schedulers",
+        0,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_OPTIMIZERS)
+def test_other_optimizers_are_refused(case: str, tmp_path: Path) -> None:
+    """Optimizer state is matched by position: another optimizer would get it without a word. Nothing is trained."""
+    make, field, saved, current = OTHER_OPTIMIZERS[case]
+    save_some(tmp_path / "ck", Wide())
+    module = make()
+
+    with pytest.raises(StateMismatchError, match=field) as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "new")).fit(module, loader(), ckpt_path=step_dir(tmp_path / "ck", 4))
+
+    assert (caught.value.saved, caught.value.current) == (saved, current)
+    assert module.rows == []
+
+
+def test_another_scheduler_is_refused(tmp_path: Path) -> None:
+    """A scheduler of another class would take the saved one's counters. Nothing is trained."""
+    schedulers = torch.optim.lr_scheduler
+    save_some(tmp_path / "ck", NotedToy(scheduler=lambda optimizer: schedulers.StepLR(optimizer, 1)))
+    module = NotedToy(scheduler=lambda optimizer: schedulers.ExponentialLR(optimizer, 0.5))
+
+    with pytest.raises(StateMismatchError, match="scheduler") as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "new")).fit(module, loader(), ckpt_path=step_dir(tmp_path / "ck", 4))
+
+    assert (caught.value.saved, caught.value.current) == (["StepLR"], ["ExponentialLR"])
+    assert module.rows == []
+
+
+@pytest.mark.parametrize("while_training", [True, False])
+def test_a_model_only_checkpoint_is_refused(while_training: bool, tmp_path: Path) -> None:
+    """PAR-02: the error says that it is a model-only save, and what to do; saved while training or after it."""
+    trainer = make_trainer(tmp_path, plugin(tmp_path / "ck"), StopAfter(3))
+    if while_training:
+        trainer.callbacks[-1].on_exception = lambda *_: trainer.save_checkpoint(tmp_path / "model", weights_only=True)
+    with pytest.raises(Stop):
+        trainer.fit(NotedToy(), loader())
+    if not while_training:
+        trainer.save_checkpoint(tmp_path / "model", weights_only=True)
+
+    error = refused(NotedToy(), tmp_path / "model", tmp_path, WeightsOnlyError)
+
+    assert error.path == str(tmp_path / "model")
+    assert "model-only save" in str(error)
+    assert "read_checkpoint" in str(error)
+
+
+def test_a_checkpoint_without_the_callbacks_state_is_refused(tmp_path: Path) -> None:
+    """What AtomicCheckpointIO saved alone has no place in the data; the error says so."""
+    trainer = make_trainer(tmp_path, plugins=[AtomicCheckpointIO()], enable_checkpointing=False)
+    trainer.fit(NotedToy(), loader())
+    trainer.save_checkpoint(tmp_path / "full")
+
+    error = refused(NotedToy(), tmp_path / "full", tmp_path, MissingStateError)
+
+    assert "AtomicResumeCallback" in error.field
+
+
+def truncate(file: Path) -> None:
+    """Cuts the last 10 bytes off."""
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def flip(file: Path) -> None:
+    """Changes one bit of the last byte."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+FILES = [
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.safetensors",
+    "state.json",
+    "rank-00000.json",
+    "rank-00000.safetensors",
+]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sound checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("sound")
+    save_some(folder)
+    return folder
+
+
+def copied(source: Path, target: Path, *steps: int) -> None:
+    """Copies the checkpoints of some steps."""
+    for step in steps:
+        step_dir(target, step).mkdir(parents=True)
+        for file in step_dir(source, step).iterdir():
+            (step_dir(target, step) / file.name).write_bytes(file.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_refused(file: str, damage: Callable[[Path], None], sound: Path, tmp_path: Path) -> None:
+    """A truncated, edited or missing file is named, and nothing is restored: not even the sound parts."""
+    copied(sound, tmp_path / "ck", 4)
+    damage(step_dir(tmp_path / "ck", 4) / file)
+
+    error = refused(NotedToy(), step_dir(tmp_path / "ck", 4), tmp_path, CorruptCheckpointError)
+
+    assert error.file == file
+    assert error.path == str(step_dir(tmp_path / "ck", 4))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_a_damaged_index_is_refused(damage: Callable[[Path], None], sound: Path, tmp_path: Path) -> None:
+    """The index has a digest of its own."""
+    copied(sound, tmp_path / "ck", 4)
+    damage(step_dir(tmp_path / "ck", 4) / "index.json")
+
+    error = refused(NotedToy(), step_dir(tmp_path / "ck", 4), tmp_path, CorruptCheckpointError)
+
+    assert error.file == "index.json"
+
+
+def test_an_unfinished_checkpoint_is_refused(sound: Path, tmp_path: Path) -> None:
+    """Without its index a directory was never committed."""
+    copied(sound, tmp_path / "ck", 4)
+    (step_dir(tmp_path / "ck", 4) / "index.json").unlink()
+
+    error = refused(NotedToy(), step_dir(tmp_path / "ck", 4), tmp_path, IncompleteCheckpointError)
+
+    assert error.path == str(step_dir(tmp_path / "ck", 4))
+
+
+def test_a_path_where_nothing_is_is_refused(tmp_path: Path) -> None:
+    """The error is a FileNotFoundError too, and nothing is trained from scratch."""
+    error = refused(NotedToy(), tmp_path / "nothing", tmp_path, CheckpointNotFoundError)
+
+    assert isinstance(error, FileNotFoundError)
+    assert error.path == str(tmp_path / "nothing")
+
+
+def test_lightnings_own_file_is_refused_unopened(tmp_path: Path) -> None:
+    """A `.ckpt` file is a pickle: it is not opened, and the error tells where it can be loaded."""
+    trainer = make_trainer(tmp_path, enable_checkpointing=False, max_epochs=1)
+    trainer.fit(NotedToy(), loader())
+    trainer.save_checkpoint(tmp_path / "stock.ckpt")
+
+    error = refused(NotedToy(), tmp_path / "stock.ckpt", tmp_path, UnsupportedSetupError)
+
+    assert "pickle" in error.reason
+    assert str(tmp_path / "stock.ckpt") in error.setup
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_last_passes_over_a_damaged_checkpoint(damage: Callable[[Path], None], sound: Path, tmp_path: Path) -> None:
+    """The newest *good* one is taken: training goes on from the checkpoint before it, with a warning that names it."""
+    copied(sound, tmp_path / "ck", 2, 4)
+    damage(step_dir(tmp_path / "ck", 4) / "model.safetensors")
+    module = NotedToy()
+
+    with pytest.warns(UserWarning, match=r"step-00000004.*model\.safetensors"):
+        make_trainer(tmp_path, plugin(tmp_path / "ck"), max_epochs=1).fit(module, loader(), ckpt_path="last")
+
+    assert [row["step"] for row in module.rows] == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip])
+def test_last_with_only_damaged_checkpoints_trains_nothing(
+    damage: Callable[[Path], None], sound: Path, tmp_path: Path
+) -> None:
+    """RET-02: checkpoints, but not one that is good: an error that lists them, and no fresh start over them."""
+    copied(sound, tmp_path / "ck", 2, 4)
+    for step in (2, 4):
+        damage(step_dir(tmp_path / "ck", step) / "model.safetensors")
+    module = NotedToy()
+
+    with pytest.raises(NoGoodCheckpointError) as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "ck"), max_epochs=1).fit(module, loader(), ckpt_path="last")
+
+    assert [name for name in ("step-00000002", "step-00000004") if name in str(caught.value)] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert module.rows == []

@@ -1,0 +1,346 @@
+"""Every random stream goes on where it stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
+from toy import Job, Toy, ToyItems, assert_records_equal, assert_same, digest, emit, run, step_dir, stream_digests
+
+from lightning_resume import RNGState, read_checkpoint, verify_checkpoint, write_checkpoint
+from lightning_resume.errors import MissingStateError, StateMismatchError
+
+
+class DrawingToy(Toy):
+    """Draws from each global stream in every training step and every validation step."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.row["draws"] = draws()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        draws()
+        return super().validation_step(batch, batch_idx)
+
+
+def draws() -> list[str]:
+    """One number from each global stream."""
+    return [value.hex() for value in (random.random(), float(np.random.rand()), float(torch.rand(())))]
+
+
+@pytest.mark.parametrize("num_batches", [3, 8])
+def test_all_three_global_streams_go_on(tmp_path: Path, num_batches: int) -> None:
+    """A resumed run draws the numbers of the uninterrupted one, in mid-epoch and at its end (RNG-01, RNG-03)."""
+    job = Job(module=DrawingToy)
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", kill_after=num_batches)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert [row["draws"] for row in resumed.batches] == [row["draws"] for row in baseline.batches[num_batches:]]
+    assert len({number for row in baseline.batches for number in row["draws"]}) == 48
+    assert_same(baseline, resumed, start=num_batches)
+
+
+@pytest.mark.parametrize("kill", [{"kill_after": 8}, {"kill_at": 9}, {"kill_at": 16}])
+def test_a_save_at_an_epochs_end_has_the_streams(tmp_path: Path, kill: dict[str, int]) -> None:
+    """Shuffle and dropout of the next epoch are the uninterrupted run's (RNG-02)."""
+    job = Job(plugin={"every_n_train_steps": 8})
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", **kill)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert_same(baseline, resumed, start=8)
+
+
+@pytest.mark.parametrize("chain", [(1, 3), (1, 12), (3, 5), (3, 8), (3, 12), (8, 8), (8, 12), (1, 8, 9, 15)])
+def test_the_streams_of_a_run_that_was_itself_resumed_go_on(tmp_path: Path, chain: tuple[int, ...]) -> None:
+    """A first kill at the start, in mid-epoch or at an epoch's end does not matter to the next (RNG-03)."""
+    job = Job(module=DrawingToy)
+    baseline = run(job, tmp_path / "base")
+    for number, num_batches in enumerate(chain):
+        # The first process of a job that is killed at 1 leaves the save before the first batch alone.
+        kill = {"kill_at": 1} if num_batches == 1 else {"kill_after": num_batches}
+        run(job, tmp_path / "work", resume=number > 0, **kill)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert_same(baseline, resumed, start=chain[-1])
+
+
+def disturb(trainer: Trainer, module: LightningModule) -> None:
+    """What a script may do between its start and `fit`: reseed, build a second model, draw."""
+    seed_everything(999, workers=True, verbose=False)
+    emit("draws", draws=draws(), other=digest(Toy().state_dict()))
+
+
+def test_what_is_drawn_before_fit_does_not_matter(tmp_path: Path) -> None:
+    """A script that reseeds and builds another model before it resumes is put right by the restore (RNG-04)."""
+    job = Job(module=DrawingToy)
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", kill_after=3)
+
+    resumed = run(replace(job, before_fit=disturb), tmp_path / "work", resume=True)
+
+    assert resumed.records[0]["kind"] == "draws"
+    assert_same(baseline, replace(resumed, records=resumed.records[1:]), start=3)
+
+
+class DrawInSetup(Callback):
+    """Reseeds wherever a callback can before the first batch."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        seed_everything(999, workers=True, verbose=False)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seed_everything(999, workers=True, verbose=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seed_everything(999, workers=True, verbose=False)
+
+
+def test_a_callback_that_reseeds_when_training_starts_does_not_matter(tmp_path: Path) -> None:
+    """Hooks that run at every start are not part of the run that goes on (RNG-04)."""
+    job = Job(module=DrawingToy, callbacks=lambda: [DrawInSetup()])
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", kill_after=3)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert_same(baseline, resumed, start=3)
+
+
+@pytest.mark.parametrize("num_batches", [3, 8])
+def test_the_sanity_check_does_not_move_the_streams(tmp_path: Path, num_batches: int) -> None:
+    """Validation that draws before the first batch changes neither shuffle nor dropout after a resume (RNG-06)."""
+    job = Job(module=DrawingToy, num_val_items=8, trainer={"num_sanity_val_steps": 2})
+    baseline = run(job, tmp_path / "base")
+    without = run(replace(job, plugin=None), tmp_path / "without")
+    run(job, tmp_path / "work", kill_after=num_batches)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert without.records == [record for record in baseline.records if record["kind"] != "history"]
+    assert_same(baseline, resumed, start=num_batches)
+
+
+class DrawInSave(Callback):
+    """Has a state that is drawn from the streams."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"draws": draws()}
+
+
+def test_a_save_moves_no_stream(tmp_path: Path) -> None:
+    """Not even the user's own save hooks that draw make a run with saves differ from one without (RNG-03)."""
+    job = Job(module=DrawingToy, callbacks=lambda: [DrawInSave()])
+
+    saved = run(job, tmp_path / "saved")
+    without = run(replace(job, plugin=None), tmp_path / "without")
+
+    assert_records_equal(without.records, [record for record in saved.records if record["kind"] != "history"])
+
+
+def test_the_streams_of_every_cuda_device_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA is initialised, each device's stream is in the state and survives a checkpoint (RNG-07).
+
+    The devices are faked, since the tests run without one: what is shown is that both states are asked for and kept.
+    """
+    states = [torch.arange(16, dtype=torch.uint8), torch.arange(16, 32, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+
+    captured = RNGState.capture()
+    again = RNGState.from_state_dict(captured.state_dict())
+
+    assert [state.tolist() for state in again.cuda] == [state.tolist() for state in states]
+    assert again == captured
+
+
+def test_the_streams_of_every_cuda_device_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device gets its own state back (RNG-07, with faked devices)."""
+    devices: list[torch.Tensor] = [torch.zeros(16, dtype=torch.uint8)] * 2
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(devices))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: devices.__setitem__(slice(None), states))
+    saved = replace(RNGState.capture(), cuda=(torch.full((16,), 1), torch.full((16,), 2)))
+
+    saved.restore()
+
+    assert [device[0].item() for device in devices] == [1, 2]
+
+
+def test_another_number_of_cuda_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of two devices is not restored on a machine with one; no stream is moved (RNG-07, faked)."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    state = torch.zeros(16, dtype=torch.uint8)
+    saved = replace(RNGState.capture(), cuda=(state, state))
+    random.random(), np.random.rand(), torch.rand(())
+    before = stream_digests()
+
+    with pytest.raises(StateMismatchError) as caught:
+        saved.restore()
+
+    assert (caught.value.field, caught.value.saved, caught.value.current) == ("CUDA devices", 2, 1)
+    assert stream_digests() == before
+
+
+class StreamsAtFailure(Callback):
+    """Records streams and weights before a resume, and as its failure leaves them."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        emit("state", weights=digest(pl_module.state_dict()), **stream_digests())
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        emit("state", weights=digest(pl_module.state_dict()), **stream_digests())
+
+
+def without_stream(checkpoint: Path, name: str) -> None:
+    """Rewrites a checkpoint, digests and all, without one random stream."""
+    counters = verify_checkpoint(checkpoint).counters
+    state = read_checkpoint(checkpoint, rank=0)
+    rank_state = state.pop("rank_state")
+    del rank_state["rng"][name]
+    write_checkpoint(checkpoint, state, rank_states=[rank_state], counters=counters, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch", "cuda"])
+def test_a_missing_stream_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """A sound checkpoint that lacks a stream is refused before any stream or weight is changed (RNG-11)."""
+    job = Job()
+    killed = run(job, tmp_path, kill_after=3)
+    without_stream(step_dir(killed.folder, 3), name)
+
+    refused = run(replace(job, callbacks=lambda: [StreamsAtFailure()]), tmp_path, resume=True, fails=True)
+
+    assert f"MissingStateError: cannot resume exactly: the checkpoint has no random stream '{name}'" in refused.error
+    assert refused.batches == []
+    before, after = refused.of("state")
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch", "cuda"])
+def test_a_state_that_lacks_a_stream_is_no_state(name: str) -> None:
+    """`RNGState.from_state_dict` names what is missing and touches no stream (RNG-11)."""
+    state = RNGState.capture().state_dict()
+    del state[name]
+    before = stream_digests()
+
+    with pytest.raises(MissingStateError, match=f"random stream '{name}'") as caught:
+        RNGState.from_state_dict(state)
+
+    assert caught.value.field == f"random stream {name!r}"
+    assert stream_digests() == before
+
+
+def sequences() -> list[Any]:
+    """Numbers of every kind from the global streams; the gaussian ones keep one number back."""
+    return [
+        [random.random() for _ in range(10)],
+        [random.gauss(0, 1) for _ in range(3)],
+        random.getrandbits(200),
+        np.random.rand(10).tolist(),
+        np.random.randn(3).tolist(),
+        torch.randn(10).tolist(),
+        torch.randperm(10).tolist(),
+    ]
+
+
+def test_the_streams_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
+    """Python's state is a tuple again, with its pending gaussian, and all sequences go on (RNG-13)."""
+    random.gauss(0, 1)
+    np.random.randn()
+    saved = RNGState.capture()
+    python_state = random.getstate()
+
+    write_checkpoint(tmp_path / "checkpoint", {"rng": saved.state_dict()})
+    expected = sequences()
+    RNGState.from_state_dict(read_checkpoint(tmp_path / "checkpoint")["rng"]).restore()
+
+    assert random.getstate() == python_state
+    assert type(random.getstate()[1]) is tuple
+    assert sequences() == expected
+
+
+class JitteredItems(ToyItems):
+    """Items with noise from a generator that the data set holds."""
+
+    def __init__(self, num_items: int, generator: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__(num_items)
+        self.rng, self.draw = generator, draw
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        # Less than 1, so that the records still show the item.
+        return super().__getitem__(index) + self.draw(self.rng)
+
+
+HELD: dict[str, Callable[[int], JitteredItems]] = {
+    "numpy_default": lambda n: JitteredItems(n, np.random.default_rng(0), lambda rng: float(rng.random()) / 2),
+    "numpy_philox": lambda n: JitteredItems(
+        n, np.random.Generator(np.random.Philox(0)), lambda rng: float(rng.random()) / 2
+    ),
+    "numpy_legacy": lambda n: JitteredItems(n, np.random.RandomState(0), lambda rng: float(rng.rand()) / 2),
+    "python": lambda n: JitteredItems(n, random.Random(0), lambda rng: rng.random() / 2),
+    "torch": lambda n: JitteredItems(
+        n, torch.Generator().manual_seed(0), lambda rng: float(torch.rand((), generator=rng)) / 2
+    ),
+}
+
+
+@pytest.mark.parametrize("num_batches", [3, 8, 11])
+@pytest.mark.parametrize("kind", HELD)
+def test_a_generator_that_the_data_set_holds_goes_on(tmp_path: Path, kind: str, num_batches: int) -> None:
+    """Streams of the user's own, in no global state, are saved and put back, integers of any size too (RNG-14)."""
+    job = Job(dataset=HELD[kind])
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", kill_after=num_batches)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert_same(baseline, resumed, start=num_batches)
+
+
+NOISE = np.random.default_rng(0)
+"""A generator that nothing the Trainer knows holds: the data set reaches it as a global of this module."""
+
+
+class GlobalNoise(ToyItems):
+    """Items with noise from `NOISE`."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + float(NOISE.random()) / 2
+
+
+class KeepNoise(Callback):
+    """The hook for such a generator: a callback's state may hold `bit_generator.state` as it is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noise": NOISE.bit_generator.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        NOISE.bit_generator.state = state_dict["noise"]
+
+
+@pytest.mark.parametrize("num_batches", [3, 8])
+def test_a_generator_out_of_reach_can_be_saved_by_a_callback(tmp_path: Path, num_batches: int) -> None:
+    """`state_dict` and `load_state_dict` of the user's callback carry it, 128-bit integers and all (RNG-14)."""
+    job = Job(dataset=GlobalNoise, callbacks=lambda: [KeepNoise()])
+    baseline = run(job, tmp_path / "base")
+    killed = run(job, tmp_path / "work", kill_after=num_batches)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    saved = read_checkpoint(step_dir(killed.folder, num_batches), keys={"callbacks"})["callbacks"]
+    assert saved["KeepNoise"]["noise"]["state"]["state"].bit_length() > 64
+    assert_same(baseline, resumed, start=num_batches)
