@@ -58,7 +58,8 @@ def train(folder: Path, *, seed: int, kill_after_step: int | None = None) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_EPOCHS * NUM_ITEMS // BATCH_SIZE)
     dataset = NoisyWaves()
-    # The sampler is wrapped, the loader is an ordinary one.
+    # The sampler is wrapped, the loader is an ordinary one. (With worker processes that draw random numbers: wrap the
+    # loader in ResumableLoader instead; it keeps their streams too.)
     sampler = FastForwardSampler(BatchSampler(RandomSampler(dataset), BATCH_SIZE, drop_last=True))
     loader = DataLoader(dataset, batch_sampler=sampler)
 
@@ -79,6 +80,8 @@ def train(folder: Path, *, seed: int, kill_after_step: int | None = None) -> Non
         if streams is not None:
             streams.restore()  # after iter(), which draws a seed for worker processes, and before the first batch
             streams = None
+        else:
+            batch_in_epoch = 0
         for waves, targets in batches:
             loss = nn.functional.mse_loss(model(waves), targets)
             optimizer.zero_grad()
@@ -91,8 +94,7 @@ def train(folder: Path, *, seed: int, kill_after_step: int | None = None) -> Non
                 save(folder, model, optimizer, schedule, sampler, epoch, batch_in_epoch, losses)
             if len(losses) == kill_after_step:
                 os.kill(os.getpid(), signal.SIGKILL)
-        batch_in_epoch = 0
-    save(folder, model, optimizer, schedule, sampler, NUM_EPOCHS, 0, losses)
+    save(folder, model, optimizer, schedule, sampler, NUM_EPOCHS - 1, batch_in_epoch, losses)
 
 
 def save(
@@ -113,7 +115,7 @@ def save(
             "state_dict": model.state_dict(),
             "optimizer_states": [optimizer.state_dict()],
             "schedule": schedule.state_dict(),
-            "sampler": sampler.state_dict(position=batch_in_epoch or None),
+            "sampler": sampler.state_dict(position=batch_in_epoch),
             "rng": RNGState.capture().state_dict(),
             "epoch": epoch,
             "batch_in_epoch": batch_in_epoch,

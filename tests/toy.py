@@ -13,7 +13,7 @@ What a process left behind is a list of records, dicts with a `kind`:
 
     batch    one trained batch: epoch, batch, step (`global_step` before it), items, loss, lr, weights, optimizer, and
              what the module put into `module.row`
-    val      one validation: epoch, step, batches, loss
+    val      one validation: epoch, step, batches, losses
     epoch    the end of an epoch: epoch, step, metrics (`callback_metrics`)
     end      the end of training: step, weights, optimizer, schedulers, python, numpy, torch (the streams)
     history  the plugin's loss history: steps, losses
@@ -24,96 +24,45 @@ Floats are written as hex, tensors and states as digests: equal means equal to t
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import json
-import logging
 import os
-import random
 import signal
-import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from toy_net import Toy, ToyItems
+from toy_records import Recorder, die, digest, emit, open_log, stream_digests
 
 from lightning_resume import AtomicResumeCallback
+
+__all__ = [
+    "Job",
+    "Run",
+    "Toy",
+    "ToyItems",
+    "assert_records_equal",
+    "assert_same",
+    "die",
+    "digest",
+    "emit",
+    "run",
+    "saved_steps",
+    "step_dir",
+    "stream_digests",
+]
 
 CHECKPOINTS = "checkpoints"
 TIME_LIMIT_SECONDS = 60
 FIRST_SEED, RESUME_SEED = 1, 999
-
-
-class ToyItems(Dataset[Tensor]):
-    """Item i is `tensor([float(i)])`."""
-
-    def __init__(self, num_items: int = 32) -> None:
-        self.num_items = num_items
-
-    def __len__(self) -> int:
-        return self.num_items
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index)])
-
-
-class Toy(LightningModule):
-    """The toy net.
-
-    Args:
-        optimizer: parameters → optimizer.
-        scheduler: optimizer → scheduler (stepped once an epoch), or Lightning's `lr_scheduler` dict.
-        metric: what validation logs as `val_loss` in epoch 0, 1, …, instead of the loss.
-    """
-
-    def __init__(
-        self,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-        scheduler: Callable[[Any], Any] | None = None,
-        metric: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
-        self.make_optimizer, self.make_scheduler, self.metric = optimizer, scheduler, metric
-        self.row: dict[str, Any] = {}
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch).pow(2).mean()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.row = {
-            "epoch": self.current_epoch,
-            "batch": batch_idx,
-            "step": self.global_step,
-            "items": [int(item) for item in batch.reshape(-1)],
-            "loss": float(loss.detach()).hex(),
-            "lr": [float(group["lr"]).hex() for opt in self.trainer.optimizers for group in opt.param_groups],
-        }
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if self.metric is not None:
-            loss = torch.tensor(self.metric[self.current_epoch])
-        self.log("val_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        if self.make_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.make_scheduler(optimizer)}
 
 
 @dataclass(frozen=True)
@@ -127,6 +76,7 @@ class Job:
         trainer: more `Trainer` keywords.
         module: makes the module.
         dataset: makes the data set from `num_items`.
+        val_dataset: makes the validation set from `num_val_items`.
         callbacks: makes the user's callbacks.
         plugin: `AtomicResumeCallback` keywords besides `dirpath`; None: without the plugin. It saves after every
             optimizer step and keeps everything, unless told otherwise.
@@ -142,6 +92,7 @@ class Job:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     module: Callable[[], LightningModule] = Toy
     dataset: Callable[[int], Dataset[Any]] = ToyItems
+    val_dataset: Callable[[int], Dataset[Any]] = ToyItems
     callbacks: Callable[[], list[Callback]] = list
     plugin: Mapping[str, Any] | None = field(default_factory=dict)
     before_fit: Callable[[Trainer, LightningModule], object] | None = None
@@ -282,126 +233,6 @@ def assert_records_equal(expected: Sequence[Mapping[str, Any]], found: Sequence[
     )
 
 
-# -- in the training process ------------------------------------------------------------------------------------------
-
-_log_fd = -1
-
-
-def emit(kind: str, **values: Any) -> None:
-    """Adds a record, whole even if the process is killed next. For a test's own callbacks and modules."""
-    os.write(_log_fd, (json.dumps({"kind": kind, **values}) + "\n").encode())
-
-
-def die() -> NoReturn:
-    """Ends this process, and the worker processes that it started, by SIGKILL."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-    raise RuntimeError("still alive")
-
-
-def digest(value: Any) -> str:
-    """Digest of nested containers, tensors and arrays: equal bits, equal digest. Functions are left out."""
-    sha = hashlib.sha256()
-    _feed(sha, value)
-    return sha.hexdigest()[:16]
-
-
-def _feed(sha: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        sha.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray):
-        sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            sha.update(repr(key).encode())
-            _feed(sha, item)
-    elif isinstance(value, (list, tuple)):
-        sha.update(f"{type(value).__name__}{len(value)}".encode())
-        for item in value:
-            _feed(sha, item)
-    elif not callable(value):
-        sha.update(repr(value).encode())
-
-
-def stream_digests() -> dict[str, str]:
-    """Digests of the global random streams."""
-    return {
-        "python": digest(random.getstate()),
-        "numpy": digest(np.random.get_state()),
-        "torch": digest(torch.get_rng_state()),
-    }
-
-
-class Recorder(Callback):
-    """Records what each batch left behind, and kills the process where it is to die."""
-
-    def __init__(self, kill: tuple[str, int] | None) -> None:
-        self.kill = kill
-        self.val_losses: list[float] = []
-
-    def _die_if(self, moment: str, num_trained: float) -> None:
-        if self.kill == (moment, num_trained):
-            die()
-
-    @staticmethod
-    def _num_before(trainer: Trainer, batch_idx: int) -> float:
-        # An epoch of unknown length is trained once only, in the tests that have one.
-        before = trainer.current_epoch * trainer.num_training_batches if trainer.current_epoch else 0
-        return before + batch_idx
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._die_if("after", self._num_before(trainer, batch_idx))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        emit("batch", **pl_module.row, weights=digest(pl_module.state_dict()), optimizer=digest(optimizers))
-        self._die_if("at", self._num_before(trainer, batch_idx) + 1)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.val_losses = []
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self.val_losses.append(float(outputs))
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            losses = [loss.hex() for loss in self.val_losses]
-            emit("val", epoch=trainer.current_epoch, step=trainer.global_step, batches=len(losses), losses=losses)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())}
-        emit("epoch", epoch=trainer.current_epoch, step=trainer.global_step, metrics=metrics)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        emit(
-            "end",
-            step=trainer.global_step,
-            weights=digest(pl_module.state_dict()),
-            optimizer=digest([optimizer.state_dict() for optimizer in trainer.optimizers]),
-            schedulers=digest([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
-            **stream_digests(),
-        )
-        for callback in trainer.callbacks:
-            if isinstance(callback, AtomicResumeCallback):
-                history = callback.history
-                emit("history", steps=history.steps.tolist(), losses=[x.hex() for x in history.losses.tolist()])
-
-
-class _MessageHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        emit("message", text=record.getMessage())
-
-
 def _child(
     job: Job,
     workdir: Path,
@@ -411,12 +242,11 @@ def _child(
     log: Path,
     errors: Path,
 ) -> NoReturn:
-    global _log_fd
     status = 1
     try:
         os.setpgid(0, 0)
-        _log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        _redirect_output(errors)
+        gc.freeze()  # what the test runner holds is not looked through, and so not copied, here
+        open_log(log, errors)
         _train(job, workdir, resume, kill, seed)
         status = 0
     except BaseException:
@@ -424,19 +254,6 @@ def _child(
             traceback.print_exc(file=file)
     finally:
         os._exit(status)
-
-
-def _redirect_output(errors: Path) -> None:
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    # The test runner has put its own objects here.
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    warnings.resetwarnings()
-    warnings.simplefilter("always")
-    warnings.showwarning = lambda message, *rest, **named: emit("message", text=str(message))
-    logger = logging.getLogger("lightning.pytorch")
-    logger.handlers, logger.propagate = [_MessageHandler()], False
-    logger.setLevel(logging.INFO)
 
 
 def _train(job: Job, workdir: Path, resume: bool | Path, kill: tuple[str, int] | None, seed: int) -> None:
@@ -461,7 +278,7 @@ def _train(job: Job, workdir: Path, resume: bool | Path, kill: tuple[str, int] |
     }
     trainer = Trainer(**keywords)
     loader = DataLoader(job.dataset(job.num_items), **{"batch_size": job.batch_size, "shuffle": True, **job.loader})
-    val_loader = DataLoader(ToyItems(job.num_val_items), job.batch_size) if job.num_val_items else None
+    val_loader = DataLoader(job.val_dataset(job.num_val_items), job.batch_size) if job.num_val_items else None
     if job.before_fit is not None:
         job.before_fit(trainer, module)
     path = "last" if resume is True else os.fspath(resume) if resume else None

@@ -88,9 +88,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 def _is_global(value: object) -> bool:
     """Whether it is one of the process's global streams, which are captured as such."""
     return (
-        value is torch.default_generator
-        or value is getattr(np.random, "_rand", None)
-        or value is getattr(random, "_inst", None)
+        value is torch.default_generator or value is np.random.mtrand._rand or value is getattr(random, "_inst", None)
     )
 
 

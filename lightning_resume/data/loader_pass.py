@@ -76,6 +76,7 @@ class LoaderPass(Pass):
 
     def read(self, iterator: Any, engine: DataLoaderEngine) -> Any:
         """Torch's next batch."""
+        self.is_made = True
         if self.has_workers:
             batch = type(iterator)._next_data(iterator)
             if isinstance(batch, Stamped):

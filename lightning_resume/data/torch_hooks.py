@@ -29,6 +29,9 @@ class GetIterator:
             raise RuntimeError("the loader of this pass is gone")
         iterator = progress.made(lambda: type(view)._get_iterator(view), self.engine.streams)
         iterator._next_data = NextData(iterator, self.engine)
+        if self.engine.is_persistent:
+            # Where Lightning, and the next pass, look for persistent workers.
+            self.engine.loader.__dict__["_iterator"] = iterator
         return iterator
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
-from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, unpack_workers
+from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
 from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, ShowDataset, turn
@@ -95,8 +95,8 @@ class DataLoaderEngine:
 
     def _iter(self, view: DataLoader[Any]) -> Iterator[Any]:
         iterator = iter(view)
-        # Where Lightning, and the next pass, look for persistent workers.
-        self.loader.__dict__["_iterator"] = view.__dict__.get("_iterator")
+        if self.current is not None and self.is_persistent and view._iterator is iterator:
+            self.current.is_made = True  # also where it was there already
         return iterator
 
     def _view(self) -> DataLoader[Any]:
@@ -166,8 +166,11 @@ class DataLoaderEngine:
             "num_workers": self.loader.num_workers,
             "generators": pack(self.streams.capture_generators()),
         }
-        if progress is None or not progress.is_made:
-            return {**state, "is_iterating": False}
+        if progress is None:
+            return state
+        if not progress.is_made:
+            workers = pack_workers(progress.trail.at(0)) if self.is_persistent else None
+            return {**state, "is_iterating": False, "workers": workers}
         return {**state, **progress.state_dict(num_ahead, self._sampler)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,8 +188,12 @@ class DataLoaderEngine:
 
 
 def _sampler_state(state: Mapping[str, Any], *, has_workers: bool) -> dict[str, Any]:
-    """The saved sampler state; without workers a draw that ran ahead belongs to its read and is made again there."""
-    sampler: dict[str, Any] = state["sampler"]
-    if has_workers or sampler["log"]["num_draws"] <= sampler["position"] + 1:
-        return sampler
-    return {**sampler, "log": {**sampler["log"], "num_draws": sampler["position"] + 1, "after": {}}}
+    """The saved sampler state, less what belongs to the pass around it.
+
+    The pass restores generators itself. Without workers, a draw that ran ahead belongs to the read that it was made
+    in, and is made again there.
+    """
+    sampler: dict[str, Any] = {**state["sampler"], "generators": {}}
+    if not has_workers and sampler["log"]["num_draws"] > sampler["position"] + 1:
+        sampler["log"] = {**sampler["log"], "num_draws": sampler["position"] + 1, "after": {}}
+    return sampler

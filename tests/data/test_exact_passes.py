@@ -17,7 +17,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     **{f"{name}, workers": make for name, make in WORKER_LOADERS.items()},
 }
 # Before each batch, before what would be the batch after the last, and where an epoch is left early.
-WORKER_CUTS = ((0, 0), (1, 2), (1, 4), (2, 3))
+WORKER_CUTS = ((0, 0), (1, 2), (1, 4), (2, 0), (2, 3))
 PAIRS = [
     ("unsized", lambda: KINDS["stream"]()),
     ("sized", lambda: KINDS["shuffle"]()),
@@ -67,6 +67,24 @@ def test_a_run_that_was_cut_goes_on_exactly(kind: str) -> None:
         resumed = train(ResumableLoader(KINDS[kind]()), resume=cut)
 
         assert (place, resumed.rows) == (place, whole.rows_from(place))
+
+
+@pytest.mark.parametrize(
+    "kind", ["shuffle", "own generator", "stream", "iterable", "persistent, workers", "persistent stream, workers"]
+)
+def test_a_run_goes_on_from_the_end_of_an_epoch(kind: str) -> None:
+    """Saved when the loader has said that there is no more: the resumed pass is empty, and the next epoch is right."""
+    seed(1)
+    whole = train(ResumableLoader(KINDS[kind]()), limits=(None, None))
+    seed(1)
+    first = ResumableLoader(KINDS[kind]())
+    train(first, limits=(None,))
+    cut = Cut(0, 6, first.state_dict(), RNGState.capture())
+
+    seed(999)
+    resumed = train(ResumableLoader(KINDS[kind]()), limits=(None, None), resume=cut)
+
+    assert resumed.rows == whole.rows_from((1, 0))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "persistent stream, workers"])

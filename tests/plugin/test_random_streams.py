@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
-from toy import Job, Toy, ToyItems, assert_records_equal, assert_same, digest, emit, run, step_dir, stream_digests
+from toy import Job, Toy, assert_records_equal, assert_same, digest, emit, run, step_dir, stream_digests
 
 from lightning_resume import RNGState, read_checkpoint, verify_checkpoint, write_checkpoint
 from lightning_resume.errors import MissingStateError, StateMismatchError
@@ -271,76 +270,3 @@ def test_the_streams_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     assert random.getstate() == python_state
     assert type(random.getstate()[1]) is tuple
     assert sequences() == expected
-
-
-class JitteredItems(ToyItems):
-    """Items with noise from a generator that the data set holds."""
-
-    def __init__(self, num_items: int, generator: Any, draw: Callable[[Any], float]) -> None:
-        super().__init__(num_items)
-        self.rng, self.draw = generator, draw
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        # Less than 1, so that the records still show the item.
-        return super().__getitem__(index) + self.draw(self.rng)
-
-
-HELD: dict[str, Callable[[int], JitteredItems]] = {
-    "numpy_default": lambda n: JitteredItems(n, np.random.default_rng(0), lambda rng: float(rng.random()) / 2),
-    "numpy_philox": lambda n: JitteredItems(
-        n, np.random.Generator(np.random.Philox(0)), lambda rng: float(rng.random()) / 2
-    ),
-    "numpy_legacy": lambda n: JitteredItems(n, np.random.RandomState(0), lambda rng: float(rng.rand()) / 2),
-    "python": lambda n: JitteredItems(n, random.Random(0), lambda rng: rng.random() / 2),
-    "torch": lambda n: JitteredItems(
-        n, torch.Generator().manual_seed(0), lambda rng: float(torch.rand((), generator=rng)) / 2
-    ),
-}
-
-
-@pytest.mark.parametrize("num_batches", [3, 8, 11])
-@pytest.mark.parametrize("kind", HELD)
-def test_a_generator_that_the_data_set_holds_goes_on(tmp_path: Path, kind: str, num_batches: int) -> None:
-    """Streams of the user's own, in no global state, are saved and put back, integers of any size too (RNG-14)."""
-    job = Job(dataset=HELD[kind])
-    baseline = run(job, tmp_path / "base")
-    run(job, tmp_path / "work", kill_after=num_batches)
-
-    resumed = run(job, tmp_path / "work", resume=True)
-
-    assert_same(baseline, resumed, start=num_batches)
-
-
-NOISE = np.random.default_rng(0)
-"""A generator that nothing the Trainer knows holds: the data set reaches it as a global of this module."""
-
-
-class GlobalNoise(ToyItems):
-    """Items with noise from `NOISE`."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) + float(NOISE.random()) / 2
-
-
-class KeepNoise(Callback):
-    """The hook for such a generator: a callback's state may hold `bit_generator.state` as it is."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"noise": NOISE.bit_generator.state}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        NOISE.bit_generator.state = state_dict["noise"]
-
-
-@pytest.mark.parametrize("num_batches", [3, 8])
-def test_a_generator_out_of_reach_can_be_saved_by_a_callback(tmp_path: Path, num_batches: int) -> None:
-    """`state_dict` and `load_state_dict` of the user's callback carry it, 128-bit integers and all (RNG-14)."""
-    job = Job(dataset=GlobalNoise, callbacks=lambda: [KeepNoise()])
-    baseline = run(job, tmp_path / "base")
-    killed = run(job, tmp_path / "work", kill_after=num_batches)
-
-    resumed = run(job, tmp_path / "work", resume=True)
-
-    saved = read_checkpoint(step_dir(killed.folder, num_batches), keys={"callbacks"})["callbacks"]
-    assert saved["KeepNoise"]["noise"]["state"]["state"].bit_length() > 64
-    assert_same(baseline, resumed, start=num_batches)

@@ -1,0 +1,67 @@
+"""What is logged and kept of a job that was killed is one curve, without a gap and without a double."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from toy import Job, run, saved_steps, step_dir
+
+from lightning_resume import read_checkpoint
+
+
+def logged_rows(folder: Path) -> list[dict[str, str]]:
+    """The rows of the newest CSV log."""
+    version = max(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
+    with (version / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def csv_job(workdir: Path) -> Job:
+    """One epoch, logged to CSV at every step."""
+    trainer = {"logger": CSVLogger(workdir, name="logs"), "log_every_n_steps": 1}
+    return Job(max_epochs=1, trainer=trainer)
+
+
+def test_logged_steps_go_on(tmp_path: Path) -> None:
+    """The rows of a resumed run have the steps and values of the uninterrupted run's, and none twice (CBK-14)."""
+    run(csv_job(tmp_path / "base"), tmp_path / "base")
+    run(csv_job(tmp_path / "work"), tmp_path / "work", kill_after=3)
+
+    run(csv_job(tmp_path / "work"), tmp_path / "work", resume=True)
+
+    whole, resumed = logged_rows(tmp_path / "base" / "logs"), logged_rows(tmp_path / "work" / "logs")
+    steps = [int(row["step"]) for row in resumed if row["loss_step"]]
+    assert steps == [3, 4, 5, 6, 7]
+    assert resumed == whole[3:]
+
+
+def history_on_disk(folder: Path, step: int) -> dict[str, list[Any]]:
+    """The loss history in a step's checkpoint."""
+    callbacks = read_checkpoint(step_dir(folder, step), keys={"callbacks"})["callbacks"]
+    history = callbacks["AtomicResumeCallback"]["history"]
+    return {"steps": history["steps"].tolist(), "losses": [loss.hex() for loss in history["losses"].tolist()]}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_history_of_a_job_killed_three_times_is_one_curve(tmp_path: Path, accumulate: int) -> None:
+    """It has every step once, in order, with the losses of the uninterrupted run (CBK-15)."""
+    job = Job(trainer={"accumulate_grad_batches": accumulate}, plugin={"every_n_train_steps": 2})
+    baseline = run(job, tmp_path / "base")
+    for number, kill in enumerate([{"kill_at": 6}, {"kill_after": 9}, {"kill_at": 13}]):
+        run(job, tmp_path / "work", resume=number > 0, **kill)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    num_steps = 16 // accumulate
+    [history] = resumed.of("history")
+    assert resumed.end["step"] == num_steps
+    assert history["steps"] == list(range(1, num_steps + 1))
+    assert history == baseline.of("history")[0]
+    assert accumulate > 1 or history["losses"] == [row["loss"] for row in baseline.batches]
+    for step in saved_steps(resumed.folder):
+        saved = history_on_disk(resumed.folder, step)
+        assert saved == {"steps": history["steps"][:step], "losses": history["losses"][:step]}
