@@ -68,11 +68,11 @@ def _story(scenario: Scenario, places: Sequence[Place], folder: Path) -> list[li
     return [*killed, run(scenario, folder, resume=True)]
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------------
+# -- comparing ---------------------------------------------------------------------------------------------------------
 
 
 def continuation(baseline: Sequence[dict[str, Any]], processes: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """"" if the processes, one after the other, are the baseline; otherwise what differs."""
+    """ "" if the processes, one after the other, are the baseline; otherwise what differs."""
     for rank in sorted({record["rank"] for record in baseline}):
         expected, done = _of(baseline, rank), 0
         for number, process in enumerate(processes):
@@ -103,7 +103,7 @@ def _start(expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) 
 
 
 def difference(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> str:
-    """"" if equal; otherwise the fields that differ, and the first pair of records that does."""
+    """ "" if equal; otherwise the fields that differ, and the first pair of records that does."""
     if list(expected) == list(found):
         return ""
     pairs = [(old, new) for old, new in zip(expected, found, strict=False) if old != new]
@@ -112,7 +112,7 @@ def difference(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[st
     return text if not pairs else f"{text}\nfirst: {pairs[0][0]}\n   now {pairs[0][1]}"
 
 
-# -- one process --------------------------------------------------------------------------------------------------------
+# -- one process -------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -210,7 +210,7 @@ def _train(
     log.write("fit", 0, weights=state_digest(module))
 
 
-# -- what is recorded ---------------------------------------------------------------------------------------------------
+# -- what is recorded --------------------------------------------------------------------------------------------------
 
 
 class Log:
@@ -250,7 +250,9 @@ class Recorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self.records.write("val", trainer.global_rank, step=trainer.global_step, logged=_values(trainer.callback_metrics))
+            self.records.write(
+                "val", trainer.global_rank, step=trainer.global_step, logged=_values(trainer.callback_metrics)
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         logged = _values(trainer.callback_metrics)

@@ -90,6 +90,7 @@ class DataLoaderEngine:
             self._start_workers_from(view, workers)
         if state["has_ended"]:
             progress.has_ended = True
+            self._workers_to_carry = workers if self.is_persistent else None
             return progress.count(iter(()))
         return progress.count(self._iter(view), self)
 
@@ -169,7 +170,8 @@ class DataLoaderEngine:
         if progress is None:
             return state
         if not progress.is_made:
-            workers = pack_workers(progress.trail.at(0)) if self.is_persistent else None
+            are_running = self.is_persistent and self.loader._iterator is not None
+            workers = pack_workers(progress.trail.at(0)) if are_running else None
             return {**state, "is_iterating": False, "workers": workers}
         return {**state, **progress.state_dict(num_ahead, self._sampler)}
 

@@ -124,6 +124,9 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- finding and reading ----------------------------------------------------------------------------------------
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        if loops.is_dry_run(trainer):
+            rank_zero_info("fast_dev_run neither saves nor resumes.")
+            return set()
         return find_last(self._folder(trainer), loops.last_of_others(trainer, self))
 
     def _folder(self, trainer: Trainer) -> str:
@@ -162,12 +165,12 @@ class AtomicResumeCallback(ModelCheckpoint):
         if type(loader) is ResumableLoader:
             return loader
         wrapped = ResumableLoader(loader)
-        if self._resume is not None and trainer.training:
+        if self._resume is not None and trainer.training and self in loops.callbacks(trainer):
             wrapped.hold()
         return wrapped
 
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or self not in loops.callbacks(trainer):
+        if trainer.state.fn != TrainerFn.FITTING or loops.is_tuning(path):
             return
         checks.check_model(trainer, path, checkpoint)
         if "rank_state" not in checkpoint:
@@ -175,14 +178,14 @@ class AtomicResumeCallback(ModelCheckpoint):
                 f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
             )
         check_rank_state(checkpoint["rank_state"])
-        self._resumed_from = path
+        self._resumed_from = os.path.abspath(path)
         self._io.run_id = read_index(path).run_id or self._io.run_id
-        if os.path.dirname(os.path.abspath(path)) == self.dirpath:
+        if os.path.dirname(self._resumed_from) == self.dirpath:
             warn_of_newer(self._folder(trainer), path, checkpoint["global_step"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what has to be put back later, when the loop stands where the save was."""
-        if trainer.state.fn == TrainerFn.FITTING and "rank_state" in checkpoint:
+        if trainer.state.fn == TrainerFn.FITTING and "rank_state" in checkpoint and not self._has_begun:
             loops.restore_seeds(checkpoint["rank_state"]["seeds"])
             self._resume = {
                 **checkpoint["rank_state"],
@@ -205,7 +208,8 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training begins, or goes on."""
-        self._saver.begin(trainer.global_step, time.monotonic())
+        is_same_folder = self._resumed_from is not None and os.path.dirname(self._resumed_from) == self.dirpath
+        self._saver.begin(trainer.global_step, time.monotonic(), self._resumed_from if is_same_folder else "")
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
 
@@ -223,8 +227,7 @@ class AtomicResumeCallback(ModelCheckpoint):
                 loader.expect_ahead()
         if not self._has_begun:
             self._has_begun = True
-            is_new_folder = os.path.dirname(os.path.abspath(self._resumed_from or "")) != self.dirpath
-            if self.save_on_train_start and is_new_folder:
+            if self.save_on_train_start and not self._saver.last_path:
                 self._save(trainer, "cut", must_succeed=True)
             return
         if loops.is_inside_window(trainer) or not self._saver.is_due(trainer):
@@ -300,7 +303,7 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds every rank's own state; runs for every full save of this Trainer, on all ranks."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.fit_loop._data_fetcher is None:
+        if trainer.state.fn != TrainerFn.FITTING or not loops.has_data(trainer):
             return
         loops.drop_loader_state(checkpoint)
         state = capture_rank_state(trainer, moment=self._moment, data_version=self.data_version)

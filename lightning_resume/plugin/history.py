@@ -15,8 +15,8 @@ class LossHistory:
 
     Attributes:
         steps: int64 tensor, `global_step` after each optimizer step whose loss is known.
-        losses: float64 tensor of the same length: the loss that `training_step` returned for the batch that completed
-            the step.
+        losses: float64 tensor of the same length: the loss of the batch that completed the step, as Lightning hands it
+            to `on_train_batch_end` (divided by `accumulate_grad_batches`).
     """
 
     def __init__(self) -> None:

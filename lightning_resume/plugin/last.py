@@ -6,11 +6,13 @@ import os
 import re
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_resume.catalog import CheckpointInfo, scan_checkpoints, step_dirname
-from lightning_resume.errors import NoGoodCheckpointError
+from lightning_resume.errors import CheckpointError, NoGoodCheckpointError
+from lightning_resume.format.verify import verify_checkpoint
 
 
 def step_checkpoints(folder: str) -> list[CheckpointInfo]:
@@ -28,6 +30,9 @@ def step_checkpoints(folder: str) -> list[CheckpointInfo]:
 def find_last(folder: str, others: Collection[str]) -> set[str]:
     """The newest good checkpoint in `folder`, by step number; an empty set and one info line where there is none.
 
+    Each candidate is verified in full, the newest first. Those that fail are passed over with a warning that names
+    them, what is wrong, and what is taken instead.
+
     Args:
         folder: where this callback saves.
         others: what other callbacks offer as their last.
@@ -35,14 +40,21 @@ def find_last(folder: str, others: Collection[str]) -> set[str]:
     Raises:
         NoGoodCheckpointError: there are checkpoints, but only bad ones.
     """
-    good = step_checkpoints(folder)
-    if good:
-        path = os.fspath(good[-1].path)
-        _make_newest(path, others)
-        return {path}
-    # What a kill during the very first save leaves is hidden; everything else that is bad was good once.
+    # What a kill in the middle of a save leaves is hidden; everything else was good once, or should have been.
     found = [info for info in scan_checkpoints(folder) if not info.path.name.startswith(".")]
     bad = [info for info in found if info.status in ("corrupt", "incomplete")]
+    for candidate in reversed(step_checkpoints(folder)):
+        try:
+            verify_checkpoint(candidate.path)
+        except CheckpointError as error:
+            bad.append(replace(candidate, status="corrupt", reason=str(error).replace("\n", " ")))
+        else:
+            path = os.fspath(candidate.path)
+            newer = [str(info) for info in bad if info.path.name > candidate.path.name]
+            if newer:
+                rank_zero_warn(f"{candidate.path.name} in {folder!r} is resumed from, the newer ones are bad: {newer}")
+            _make_newest(path, others)
+            return {path}
     if bad:
         raise NoGoodCheckpointError(folder, bad)
     if others:

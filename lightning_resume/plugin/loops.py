@@ -8,6 +8,7 @@ nothing of the next has begun.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,21 @@ def last_of_others(trainer: Trainer, callback: Callback) -> set[str]:
     """What the other checkpoint callbacks answer to `ckpt_path="last"`."""
     others = [c for c in callbacks(trainer) if isinstance(c, ModelCheckpoint) and c is not callback]
     return set().union(*(other._find_last_checkpoints(trainer) for other in others))
+
+
+def has_data(trainer: Trainer) -> bool:
+    """Whether the training loaders are set up."""
+    return trainer.fit_loop._data_fetcher is not None
+
+
+def dump(trainer: Trainer) -> dict[str, Any]:
+    """Lightning's full checkpoint, as a dict; runs all save hooks. All ranks must call."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def is_tuning(path: str) -> bool:
+    """Whether a checkpoint is the temporary one with which Lightning's Tuner undoes its trials."""
+    return os.path.basename(path).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def install_hooks(
@@ -283,7 +299,11 @@ def restore_module(trainer: Trainer, state: Mapping[str, Any]) -> None:
 def held_generators(trainer: Trainer) -> dict[str, Generator]:
     """The random generators that modules and callbacks hold as attributes, by path."""
     owners: dict[str, object] = {"module": trainer.lightning_module, "datamodule": trainer.datamodule}  # type: ignore[attr-defined]
-    owners |= {f"callbacks.{type(callback).__name__}": callback for callback in callbacks(trainer)}
+    numbers: Counter[str] = Counter()
+    for callback in callbacks(trainer):
+        name = type(callback).__name__
+        owners[f"callbacks.{name}.{numbers[name]}"] = callback
+        numbers[name] += 1
     return find_generators(owners, stop=[trainer])
 
 

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_resume.catalog import prune_checkpoints, step_dirname
 from lightning_resume.errors import ResumeError
+from lightning_resume.plugin import loops
 from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
 from lightning_resume.policy import Cadence, stretched_interval, to_prune
@@ -32,9 +33,17 @@ class Saver:
         self._last_time = 0.0
         self.last_path = ""
 
-    def begin(self, global_step: int, now: float) -> None:
-        """Counts from here."""
+    def begin(self, global_step: int, now: float, last_path: str | None = None) -> None:
+        """Counts from here.
+
+        Args:
+            global_step: optimizer steps taken.
+            now: monotonic clock, in seconds.
+            last_path: a good checkpoint of this run in the same folder; "" if there is none; None: as before.
+        """
         self._last_step, self._last_time = global_step, now
+        if last_path is not None:
+            self.last_path = last_path
 
     def steps_since_save(self, trainer: Trainer) -> int:
         """Optimizer steps since the last save."""
@@ -47,22 +56,22 @@ class Saver:
         )
         return due if self.cadence.interval_seconds is None else decide(trainer, due)
 
-    def save(self, trainer: Trainer, folder: str, *, must_succeed: bool) -> str:
+    def save(self, trainer: Trainer, folder: str, *, must_succeed: bool = False) -> str:
         """Writes `folder/step-…` from all ranks' states, then prunes.
 
         A failed save leaves the checkpoints before it as they are. It warns, and training goes on, unless
-        `must_succeed`.
+        `must_succeed`, or it is the first of this run in its folder: nothing would be there.
 
         Returns:
             The newest checkpoint's path: this one, or the one before it if this one failed.
         """
         begun = time.monotonic()
         path = os.path.join(folder, step_dirname(trainer.global_step))
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = loops.dump(trainer)
         failure = decide(trainer, _write(trainer, checkpoint, path))
         self.begin(trainer.global_step, time.monotonic())
         if failure is not None:
-            if must_succeed:
+            if must_succeed or not self.last_path:
                 raise failure
             rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
             return self.last_path

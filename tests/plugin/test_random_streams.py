@@ -14,8 +14,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from toy import Job, Toy, assert_records_equal, assert_same, digest, emit, run, step_dir, stream_digests
 
-from lightning_resume import RNGState, read_checkpoint, verify_checkpoint, write_checkpoint
-from lightning_resume.errors import MissingStateError, StateMismatchError
+from lightning_resume import read_checkpoint, verify_checkpoint, write_checkpoint
 
 
 class DrawingToy(Toy):
@@ -75,6 +74,39 @@ def test_the_streams_of_a_run_that_was_itself_resumed_go_on(tmp_path: Path, chai
     resumed = run(job, tmp_path / "work", resume=True)
 
     assert_same(baseline, resumed, start=chain[-1])
+
+
+class DrawAtEpochs(Callback):
+    """Draws wherever an epoch begins or ends."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        draws()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        draws()
+
+
+@pytest.mark.parametrize("num_batches", [1, 8, 9])
+def test_hooks_that_draw_at_an_epochs_bounds_draw_once(tmp_path: Path, num_batches: int) -> None:
+    """A resume in or between epochs neither repeats nor leaves out what their hooks drew (RNG-03)."""
+    job = Job(module=DrawingToy, callbacks=lambda: [DrawAtEpochs()])
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", kill_after=num_batches)
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert_same(baseline, resumed, start=num_batches)
+
+
+def test_a_finished_run_goes_on_with_its_streams(tmp_path: Path) -> None:
+    """Training one epoch, and later a second, draws what training two draws (RNG-02)."""
+    job = Job(module=DrawingToy, callbacks=lambda: [DrawAtEpochs()])
+    baseline = run(job, tmp_path / "base")
+    run(replace(job, max_epochs=1), tmp_path / "work")
+
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert_same(baseline, resumed, start=8)
 
 
 def disturb(trainer: Trainer, module: LightningModule) -> None:
@@ -150,51 +182,6 @@ def test_a_save_moves_no_stream(tmp_path: Path) -> None:
     assert_records_equal(without.records, [record for record in saved.records if record["kind"] != "history"])
 
 
-def test_the_streams_of_every_cuda_device_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where CUDA is initialised, each device's stream is in the state and survives a checkpoint (RNG-07).
-
-    The devices are faked, since the tests run without one: what is shown is that both states are asked for and kept.
-    """
-    states = [torch.arange(16, dtype=torch.uint8), torch.arange(16, 32, dtype=torch.uint8)]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-
-    captured = RNGState.capture()
-    again = RNGState.from_state_dict(captured.state_dict())
-
-    assert [state.tolist() for state in again.cuda] == [state.tolist() for state in states]
-    assert again == captured
-
-
-def test_the_streams_of_every_cuda_device_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device gets its own state back (RNG-07, with faked devices)."""
-    devices: list[torch.Tensor] = [torch.zeros(16, dtype=torch.uint8)] * 2
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(devices))
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: devices.__setitem__(slice(None), states))
-    saved = replace(RNGState.capture(), cuda=(torch.full((16,), 1), torch.full((16,), 2)))
-
-    saved.restore()
-
-    assert [device[0].item() for device in devices] == [1, 2]
-
-
-def test_another_number_of_cuda_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state of two devices is not restored on a machine with one; no stream is moved (RNG-07, faked)."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    state = torch.zeros(16, dtype=torch.uint8)
-    saved = replace(RNGState.capture(), cuda=(state, state))
-    random.random(), np.random.rand(), torch.rand(())
-    before = stream_digests()
-
-    with pytest.raises(StateMismatchError) as caught:
-        saved.restore()
-
-    assert (caught.value.field, caught.value.saved, caught.value.current) == ("CUDA devices", 2, 1)
-    assert stream_digests() == before
-
-
 class StreamsAtFailure(Callback):
     """Records streams and weights before a resume, and as its failure leaves them."""
 
@@ -227,46 +214,3 @@ def test_a_missing_stream_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert refused.batches == []
     before, after = refused.of("state")
     assert before == after
-
-
-@pytest.mark.parametrize("name", ["python", "numpy", "torch", "cuda"])
-def test_a_state_that_lacks_a_stream_is_no_state(name: str) -> None:
-    """`RNGState.from_state_dict` names what is missing and touches no stream (RNG-11)."""
-    state = RNGState.capture().state_dict()
-    del state[name]
-    before = stream_digests()
-
-    with pytest.raises(MissingStateError, match=f"random stream '{name}'") as caught:
-        RNGState.from_state_dict(state)
-
-    assert caught.value.field == f"random stream {name!r}"
-    assert stream_digests() == before
-
-
-def sequences() -> list[Any]:
-    """Numbers of every kind from the global streams; the gaussian ones keep one number back."""
-    return [
-        [random.random() for _ in range(10)],
-        [random.gauss(0, 1) for _ in range(3)],
-        random.getrandbits(200),
-        np.random.rand(10).tolist(),
-        np.random.randn(3).tolist(),
-        torch.randn(10).tolist(),
-        torch.randperm(10).tolist(),
-    ]
-
-
-def test_the_streams_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
-    """Python's state is a tuple again, with its pending gaussian, and all sequences go on (RNG-13)."""
-    random.gauss(0, 1)
-    np.random.randn()
-    saved = RNGState.capture()
-    python_state = random.getstate()
-
-    write_checkpoint(tmp_path / "checkpoint", {"rng": saved.state_dict()})
-    expected = sequences()
-    RNGState.from_state_dict(read_checkpoint(tmp_path / "checkpoint")["rng"]).restore()
-
-    assert random.getstate() == python_state
-    assert type(random.getstate()[1]) is tuple
-    assert sequences() == expected

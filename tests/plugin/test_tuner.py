@@ -114,6 +114,5 @@ def test_a_run_with_a_finder_resumes_exactly(name: str, kill_after: int, tmp_pat
 
     resumed = run(job, tmp_path / "work", resume=True)
 
-    tail = [row for row in baseline.batches if row["step"] >= kill_after][-(16 - kill_after) :]
-    assert [row for row in resumed.batches if row["step"] >= kill_after][-(16 - kill_after) :] == tail
+    assert resumed.batches == baseline.batches[kill_after:]
     assert resumed.end == baseline.end

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from . import grid
+from . import averaging_and_metrics, grid, loaders, loop, optimizers, ranks, samplers
 from .parts import Scenario
 
-TOPICS = (grid,)
+TOPICS = (grid, loaders, samplers, loop, optimizers, averaging_and_metrics, ranks)
 
 SCENARIOS: dict[str, Scenario] = {name: entry for topic in TOPICS for name, entry in topic.SCENARIOS.items()}
+
+if len(SCENARIOS) != sum(len(topic.SCENARIOS) for topic in TOPICS):
+    raise ValueError("two scenarios have the same name")

@@ -30,5 +30,6 @@ def _combination(data: str, workers: str, loop: str) -> Scenario:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    f"{data}_{workers}_{loop}": _combination(data, workers, loop) for data, workers, loop in product(DATA, WORKERS, LOOPS)
+    f"{data}_{workers}_{loop}": _combination(data, workers, loop)
+    for data, workers, loop in product(DATA, WORKERS, LOOPS)
 }
