@@ -20,6 +20,7 @@ from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
 from lightning_resume.plugin import arguments, checks, loops
+from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.last import find_last, warn_of_newer
@@ -115,6 +116,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
         self._has_begun = False
+        self._optimizers: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
@@ -189,6 +191,8 @@ class AtomicResumeCallback(ModelCheckpoint):
             loops.restore_seeds(checkpoint["rank_state"]["seeds"])
             self._resume = {
                 **checkpoint["rank_state"],
+                "checkpoint": checkpoint,
+                "optimizer_states": checkpoint["optimizer_states"],
                 "between_epochs": loops.is_between_epochs(checkpoint["loops"]),
                 "state_dict": checkpoint.get("current_model_state", checkpoint["state_dict"]),
             }
@@ -197,10 +201,12 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module has its precision now, and there are optimizers; their state is not restored yet."""
+        self._optimizers = checks.describe_optimizers(trainer)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             clean_incomplete(self._folder(trainer))
         if self._resume is not None:
-            checks.check_optimizers(self._resume["optimizers"], checks.describe_optimizers(trainer))
+            checks.check_optimizers(self._resume["optimizers"], self._optimizers)
+            loops.reinstate(trainer, self._resume.pop("checkpoint"))
             loops.restore_double(trainer, self._resume.pop("state_dict"))
             trainer.should_stop = self._resume["extras"]["should_stop"]
         elif trainer.is_global_zero and not loops.is_dry_run(trainer):
@@ -230,7 +236,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             if self.save_on_train_start and not self._saver.last_path:
                 self._save(trainer, "cut", must_succeed=True)
             return
-        if loops.is_inside_window(trainer) or not self._saver.is_due(trainer):
+        if not self._saver.is_due(trainer) or loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
             return
         if all(loader.is_saveable(loops.num_batches_ahead(trainer)) for loader in loops.train_loaders(trainer)):
             self._save(trainer, "cut")
@@ -306,7 +312,9 @@ class AtomicResumeCallback(ModelCheckpoint):
         if trainer.state.fn != TrainerFn.FITTING or not loops.has_data(trainer):
             return
         loops.drop_loader_state(checkpoint)
-        state = capture_rank_state(trainer, moment=self._moment, data_version=self.data_version)
+        state = capture_rank_state(
+            trainer, moment=self._moment, data_version=self.data_version, optimizers=self._optimizers
+        )
         checkpoint[RANK_STATES] = gather(trainer, state)
         checkpoint["world_size"] = trainer.world_size
 

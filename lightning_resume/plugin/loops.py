@@ -56,6 +56,12 @@ def is_tuning(path: str) -> bool:
     return os.path.basename(path).startswith((".lr_find_", ".scale_batch_size_"))
 
 
+def reinstate(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Hands Lightning the checkpoint again if a Tuner's callback has made it forget that there is one to restore."""
+    if not trainer._checkpoint_connector._loaded_checkpoint:
+        trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+
+
 def install_hooks(
     trainer: Trainer,
     before_epoch: Callable[[], None],

@@ -10,8 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_resume.data.identity import check_data_version, check_identity, loader_identity
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.errors import MissingStateError, StateMismatchError
-from lightning_resume.plugin import loops
-from lightning_resume.plugin.checks import describe_optimizers
+from lightning_resume.plugin import averaging, loops
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.rng import RNGState
 
@@ -24,6 +23,7 @@ _KEYS = (
     "generators",
     "loaders",
     "val_loaders",
+    "averaging",
     "combined",
     "optimizers",
     "extras",
@@ -32,13 +32,16 @@ _KEYS = (
 )
 
 
-def capture_rank_state(trainer: Trainer, *, moment: str, data_version: str | None) -> dict[str, Any]:
+def capture_rank_state(
+    trainer: Trainer, *, moment: str, data_version: str | None, optimizers: Mapping[str, Any]
+) -> dict[str, Any]:
     """This rank's state, in plain containers and tensors. Draws no number, moves no stream.
 
     Args:
         trainer: a trainer that is fitting.
         moment: "cut" between two batches, "end" when training has ended, "hook" anywhere else.
         data_version: the user's own name for the data.
+        optimizers: what `describe_optimizers` said when the fit began; callbacks add schedulers later.
     """
     ahead = loops.num_batches_ahead(trainer)
     return {
@@ -53,7 +56,8 @@ def capture_rank_state(trainer: Trainer, *, moment: str, data_version: str | Non
         "generators": pack(Streams(loops.held_generators(trainer)).capture_generators()),
         "loaders": [loader.state_dict(ahead) for loader in loops.train_loaders(trainer)],
         "val_loaders": [loader.state_dict() for loader in loops.val_loaders(trainer)],
-        "optimizers": describe_optimizers(trainer),
+        "optimizers": dict(optimizers),
+        "averaging": averaging.places_set_up(trainer),
         "combined": loops.combined_state(trainer),
         "extras": loops.capture_extras(trainer),
         "module": loops.capture_module(trainer),
@@ -108,6 +112,7 @@ def enter_first_batch(trainer: Trainer, state: Mapping[str, Any], *, between_epo
         loops.begin_pass(trainer, None)
         return
     loops.begin_pass(trainer, state["combined"])
+    averaging.set_up_again(trainer, state["averaging"], state["optimizer_states"])
     loops.restore_module(trainer, state["module"])
     Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
     restore_metrics(trainer, state["metrics"])

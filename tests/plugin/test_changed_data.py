@@ -68,11 +68,18 @@ CASES = {
 }
 
 
-def resume_in(folder: Path, data: Any, **keywords: Any) -> NotedToy:
-    """Resumes from step 6 of the checkpoints in `folder`, for the rest of the epoch."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after 6 batches of 8."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_some(folder)
+    return step_dir(folder, 6)
+
+
+def resume(checkpoint: Path, folder: Path, data: Any, **keywords: Any) -> NotedToy:
+    """Goes on from a checkpoint, for the rest of the epoch."""
     module = NotedToy()
-    trainer = make_trainer(folder, plugin(folder / "new", **keywords), max_epochs=1)
-    trainer.fit(module, data, ckpt_path=step_dir(folder / "ck", 6))
+    make_trainer(folder, plugin(folder / "new", **keywords), max_epochs=1).fit(module, data, ckpt_path=checkpoint)
     return module
 
 
@@ -90,13 +97,12 @@ def test_entering_the_position_reads_only_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_changed_data_is_refused(name: str, tmp_path: Path) -> None:
+def test_changed_data_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
     """DAT-21: the error has the field, both values and the word that would let it pass; nothing is trained or saved."""
     case = CASES[name]
-    save_some(tmp_path / "ck")
 
     with pytest.raises(DataChangedError) as caught:
-        resume_in(tmp_path, case.loader())
+        resume(saved, tmp_path, case.loader())
 
     error = caught.value
     assert (error.field, error.saved, error.current) == (case.field, case.saved, case.current)
@@ -105,12 +111,11 @@ def test_changed_data_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_accepted_change_lets_the_run_go_on(name: str, tmp_path: Path) -> None:
+def test_an_accepted_change_lets_the_run_go_on(name: str, saved: Path, tmp_path: Path) -> None:
     """DAT-21: with its word in `allow`, and no other, training goes on at the same batch of the new data."""
     case = CASES[name]
-    save_some(tmp_path / "ck")
 
-    module = resume_in(tmp_path, case.loader(), allow=(case.word,))
+    module = resume(saved, tmp_path, case.loader(), allow=(case.word,))
 
     first, num_batches = module.rows[0], len(case.loader())
     assert (first["epoch"], first["batch"], first["step"]) == (0, 6, 6)
@@ -118,14 +123,13 @@ def test_an_accepted_change_lets_the_run_go_on(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_another_word_does_not_let_it_pass(name: str, tmp_path: Path) -> None:
+def test_another_word_does_not_let_it_pass(name: str, saved: Path, tmp_path: Path) -> None:
     """Each kind of refusal has its own word."""
     case = CASES[name]
     others = {c.word for c in CASES.values()} - {case.word}
-    save_some(tmp_path / "ck")
 
     with pytest.raises(DataChangedError) as caught:
-        resume_in(tmp_path, case.loader(), allow=sorted(others))
+        resume(saved, tmp_path, case.loader(), allow=sorted(others))
 
     assert caught.value.field == case.field
 
@@ -154,16 +158,18 @@ def test_an_exact_resume_is_told(tmp_path: Path) -> None:
     assert lines == [f"Resumed from '{path}': epoch 1, batch 3, global_step 11: exact"]
 
 
-@pytest.mark.parametrize(("saved", "current"), [("v1", "v2"), ("v1", None), (None, "v2")])
-def test_another_data_version_is_refused(saved: str | None, current: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "now"), [("v1", "v2"), ("v1", None), (None, "v2")])
+def test_another_data_version_is_refused(before: str | None, now: str | None, tmp_path: Path) -> None:
     """DAT-21: the user's own name for the data counts, given or left out."""
-    save_some(tmp_path / "ck", data_version=saved)
+    save_some(tmp_path / "ck", data_version=before)
+    checkpoint = step_dir(tmp_path / "ck", 6)
 
     with pytest.raises(DataChangedError) as caught:
-        resume_in(tmp_path, loader(), data_version=current)
+        resume(checkpoint, tmp_path, loader(), data_version=now)
+    accepted = resume(checkpoint, tmp_path, loader(), data_version=now, allow="data_changed")
 
-    assert (caught.value.field, caught.value.saved, caught.value.current) == ("data_version", saved, current)
-    assert len(resume_in(tmp_path, loader(), data_version=current, allow="data_changed").rows) == 2
+    assert (caught.value.field, caught.value.saved, caught.value.current) == ("data_version", before, now)
+    assert len(accepted.rows) == 2
 
 
 OTHER_LOADERS: Mapping[str, tuple[Any, type[StateMismatchError]]] = {
@@ -179,13 +185,12 @@ OTHER_LOADERS: Mapping[str, tuple[Any, type[StateMismatchError]]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_LOADERS)
-def test_another_kind_of_loader_is_refused(name: str, tmp_path: Path) -> None:
+def test_another_kind_of_loader_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
     """A position of one kind of loader is no position of another."""
     data, error = OTHER_LOADERS[name]
-    save_some(tmp_path / "ck")
 
     with pytest.raises(error, match="saved:"):
-        resume_in(tmp_path, data)
+        resume(saved, tmp_path, data)
 
     assert saved_steps(tmp_path / "new") == []
 

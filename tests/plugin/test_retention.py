@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,15 @@ def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-class SignalsItself(Callback):
-    """Sends this process a signal in the middle of a batch, counted from 1."""
+class SignalsIn(Callback):
+    """Sends SIGTERM when a batch begins, counted from 1."""
 
-    def __init__(self, batch: int, number: int = signal.SIGTERM) -> None:
-        self.batch, self.number = batch, number
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
 
-    def on_before_zero_grad(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.batch:
-            os.kill(os.getpid(), self.number)
-            self.batch = -1
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class RemovesOldest(Callback):
@@ -168,9 +168,8 @@ def test_a_stop_signal_saves_the_last_full_step(tmp_path: Path) -> None:
     """CRA-10: SIGTERM in the middle of batch 5 ends the process after it, with its checkpoint; no batch is repeated."""
     job = Job(plugin={"every_n_train_steps": None, "train_time_interval": timedelta(hours=1)})
     baseline = run(job, tmp_path / "base")
-    stopping = Job(plugin=job.plugin, callbacks=lambda: [SignalsItself(5)])
 
-    stopped = run(stopping, tmp_path / "work", fails=True)
+    stopped = run(replace(job, callbacks=lambda: [SignalsIn(5)]), tmp_path / "work", fails=True)
 
     assert "SIGTERMException" in stopped.error
     assert stopped.batches == baseline.batches[:5]
@@ -180,26 +179,13 @@ def test_a_stop_signal_saves_the_last_full_step(tmp_path: Path) -> None:
 
 def test_a_stop_signal_in_a_window_goes_back_to_its_start(tmp_path: Path) -> None:
     """SIGTERM in an accumulation window: its gradients are not complete, so the save before it is the one to use."""
-    plan = {"every_n_train_steps": 1}
-    job = Job(trainer={"accumulate_grad_batches": 3}, plugin=plan)
+    job = Job(trainer={"accumulate_grad_batches": 3})
     baseline = run(job, tmp_path / "base")
-    stopping = Job(trainer=job.trainer, plugin=plan, callbacks=lambda: [SignalsIn(5)])
 
-    stopped = run(stopping, tmp_path / "work", fails=True)
+    stopped = run(replace(job, callbacks=lambda: [SignalsIn(5)]), tmp_path / "work", fails=True)
 
     assert saved_steps(stopped.folder) == [0, 1]
     assert_same(baseline, run(job, tmp_path / "work", resume=True), start=3)
-
-
-class SignalsIn(Callback):
-    """Sends SIGTERM when a batch begins, counted from 1."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.batch:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_stop_signal_saves_nothing_when_told_so(tmp_path: Path) -> None:

@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from toy import Job, Toy, emit
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "overfit_batches": {"overfit_batches": 3},
-    "overfit_batches as a share": {"overfit_batches": 0.5},
-    "limit_train_batches": {"limit_train_batches": 5},
-    "limit_train_batches as a share": {"limit_train_batches": 0.75},
-    "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
-    "reload and limit": {"reload_dataloaders_every_n_epochs": 2, "limit_train_batches": 6},
-    "max_steps in mid-epoch": {"max_epochs": -1, "max_steps": 19},
-    "min_steps": {"min_steps": 20},
-    "detect_anomaly": {"detect_anomaly": True},
-    "inference_mode off": {"inference_mode": False},
-    "log_every_n_steps": {"log_every_n_steps": 3},
-    "gradient norm": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"},
-    "gradient value": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-    "profiler": {"profiler": "simple"},
-    "model summary and bar": {"enable_model_summary": True, "enable_progress_bar": True},
+# name → batches of an epoch, Trainer keywords
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "overfit_batches": (3, {"overfit_batches": 3, "max_epochs": 3}),
+    "overfit_batches as a share": (4, {"overfit_batches": 0.5}),
+    "limit_train_batches": (5, {"limit_train_batches": 5}),
+    "limit_train_batches as a share": (6, {"limit_train_batches": 0.75}),
+    "reload_dataloaders_every_n_epochs": (8, {"reload_dataloaders_every_n_epochs": 1}),
+    "reload and limit": (6, {"reload_dataloaders_every_n_epochs": 2, "limit_train_batches": 6, "max_epochs": 3}),
+    "max_steps in mid-epoch": (8, {"max_epochs": -1, "max_steps": 13}),
+    "min_steps": (8, {"min_steps": 20}),
+    "detect_anomaly": (8, {"detect_anomaly": True}),
+    "inference_mode off": (8, {"inference_mode": False}),
+    "gradient norm": (8, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}),
+    "gradient value": (8, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    "profiler": (8, {"profiler": "simple"}),
+    "summary": (8, {"enable_model_summary": True}),
 }
 
 
@@ -86,10 +86,9 @@ class Measuring(Toy):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_changes_nothing_about_the_resume(name: str, tmp_path: Path) -> None:
     """Killed in mid-epoch and at the end of an epoch, a run with this option goes on exactly."""
-    num_batches = {"overfit_batches": 3, "overfit_batches as a share": 4, "limit_train_batches": 5}.get(name, 6)
-    end = num_batches if name.startswith(("overfit", "limit")) or name == "reload and limit" else 8
+    num_batches, keywords = OPTIONS[name]
 
-    kill_in_turn(Job(max_epochs=3, trainer=OPTIONS[name]), tmp_path, {2: 2, end: end, end + 3: end + 3})
+    kill_in_turn(Job(trainer=keywords), tmp_path, {2: 2, num_batches: num_batches})
 
 
 def test_overfitting_without_shuffling_goes_on(tmp_path: Path) -> None:

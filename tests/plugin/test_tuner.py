@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inprocess import NotedToy, copies, loader, make_trainer, plugin, same_state
+from inprocess import NotedToy, copies, loader, make_trainer, plugin, same_state, val_loader
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
@@ -26,6 +26,9 @@ class Tunable(NotedToy):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return loader(64, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return val_loader()
 
 
 class LateRateFinder(LearningRateFinder):
@@ -54,7 +57,7 @@ def tune_batch_size(trainer: Trainer, module: LightningModule) -> int:
     return Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=2)
 
 
-@pytest.mark.parametrize(("tune", "expected"), [(tune_lr, 12), (tune_batch_size, 16)])
+@pytest.mark.parametrize(("tune", "expected"), [(tune_lr, 12), (tune_batch_size, 4)])
 def test_the_tuner_leaves_nothing_behind(
     tune: Callable[[Trainer, LightningModule], int], expected: int, tmp_path: Path
 ) -> None:
