@@ -1,29 +1,25 @@
 """What the callback costs while no save is due: the time of a training step with it and without it, side by side.
 
-    python -m benchmarks.idle                     two minutes
-    python -m benchmarks.idle --quick             half a minute, noisier
+    python -m benchmarks.idle                     about two minutes
+    python -m benchmarks.idle --quick             about half a minute, noisier
     python -m benchmarks.idle --num-workers 2     batches come from worker processes, which stamp them
 
-One process trains the same model again and again: without the callback, with it, with it, without it, … Both runs of a
-pair are close in time, so what else the machine does meets both. A run's figure is the median time from one batch's
-start to the next one's, first steps left out. `ratio` compares the fastest run with the callback to the fastest one
-without it; `median_of_pairs` is the median of the pairs' ratios, with the quartiles beside it. Where other jobs use the
-processor, the quartiles are wide and the first of the two is the better figure.
+Two processes train the same model in lock step on the same core: ten steps without the callback, ten with it, ten
+without, and so on, so that whatever else the machine does meets both alike. Each turn gives a ratio of two medians; a
+pair of processes gives the median of its turns' ratios. `ratio` is the median over all pairs; `min` and `max` are those
+of single pairs, since memory layout alone makes two equal processes differ. `control` is the same measurement with two
+processes that both lack the callback: what is seen where there is nothing to see.
 
-`processor_ratio` is like `ratio`, of the processor time of the training thread, which other jobs disturb less.
-
-`without_vs_without` is the same `ratio` for the runs without the callback, every second one of them taken for the
-other side: what is measured where there is nothing to measure.
-
-Prints JSON. Exit status 1 if `ratio` is above 1.02.
+A step is timed from one batch's start to the next one's. Prints JSON. Exit status 1 if `ratio` is above 1.02.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -31,7 +27,8 @@ import tempfile
 import time
 import warnings
 from datetime import timedelta
-from typing import Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any
 
 import lightning
 import torch
@@ -42,7 +39,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_resume import AtomicResumeCallback
 
 LIMIT = 1.02
-NUM_WARM_UP_STEPS = 10
+TURN = 10  # steps
+NUM_WARM_UP_TURNS = 3
 WIDTH, BATCH_SIZE = 256, 64
 
 
@@ -66,45 +64,55 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Times(NamedTuple):
-    """Median seconds of a step: on the clock, and on the processor."""
-
-    wall: float
-    processor: float
-
-
 class Clock(Callback):
-    """Notes when each batch starts."""
+    """Times each step, and takes turns with the other process."""
 
-    def __init__(self) -> None:
-        self.times: list[Times] = []
+    def __init__(self, other: Connection | None, starts: bool) -> None:
+        self.other, self.waits = other, not starts
+        self.turns: list[list[float]] = [[]]
+        self.begun = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Notes the time."""
-        self.times.append(Times(time.perf_counter(), time.thread_time()))
+        """Ends a step; after the last of a turn lets the other process have its turn."""
+        now = time.perf_counter()
+        if batch_idx > 0:
+            self.turns[-1].append(now - self.begun)
+        if self.other is not None and (batch_idx == 0 or len(self.turns[-1]) == TURN):
+            self.take_turns()
+        self.begun = time.perf_counter()
 
-    def step_times(self) -> Times:
-        """The medians."""
-        pairs = list(itertools.pairwise(self.times[NUM_WARM_UP_STEPS:]))
-        return Times(
-            statistics.median(after.wall - before.wall for before, after in pairs),
-            statistics.median(after.processor - before.processor for before, after in pairs),
-        )
+    def take_turns(self) -> None:
+        """Waits for the other's turn; the process that starts does not wait the first time."""
+        if self.turns[-1]:
+            self.turns.append([])
+            self.other.send_bytes(b"your turn")  # type: ignore[union-attr]
+            self.waits = True
+        if self.waits:
+            self.other.recv_bytes()  # type: ignore[union-attr]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The other process may still have a turn."""
+        if self.other is not None:
+            self.other.send_bytes(b"your turn")
 
 
-def measure(num_layers: int, num_steps: int, num_workers: int, folder: str | None) -> Times:
-    """Trains once and returns the times of a step; with the callback where a folder is given."""
+def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folder: str | None) -> None:
+    """Trains once; with the callback where a folder is given."""
     torch.manual_seed(0)
-    num_items = BATCH_SIZE * (num_steps + NUM_WARM_UP_STEPS)
+    torch.set_num_threads(1)
+    num_items = BATCH_SIZE * num_steps
     data = TensorDataset(torch.randn(num_items, WIDTH), torch.randn(num_items, 1))
-    clock = Clock()
     callbacks: list[Callback] = [clock]
     if folder is not None:
         # Both cadences are asked at every step; neither comes due.
-        cadence = {"every_n_train_steps": 10**9, "train_time_interval": timedelta(days=1)}
-        callbacks.append(
-            AtomicResumeCallback(folder, **cadence, save_on_train_start=False, save_on_train_end=False)  # type: ignore[arg-type]
+        plugin = AtomicResumeCallback(
+            folder,
+            every_n_train_steps=10**9,
+            train_time_interval=timedelta(days=1),
+            save_on_train_start=False,
+            save_on_train_end=False,
         )
+        callbacks.append(plugin)
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -115,45 +123,69 @@ def measure(num_layers: int, num_steps: int, num_workers: int, folder: str | Non
         enable_model_summary=False,
     )
     trainer.fit(Net(num_layers), DataLoader(data, BATCH_SIZE, shuffle=True, num_workers=num_workers))
-    return clock.step_times()
 
 
-def layers_for(step_seconds: float, num_workers: int) -> int:
+def layers_for(step_seconds: float) -> int:
     """Returns how many layers make a step of about this length here."""
     num_layers = 8
     for _ in range(3):  # a step has a part that does not grow with the layers: come closer by and by
-        seconds = min(measure(num_layers, 40, num_workers, None).wall for _ in range(3))
-        num_layers = max(1, round(num_layers * step_seconds / seconds))
+        clocks = [Clock(None, starts=True) for _ in range(3)]
+        for clock in clocks:
+            train(clock, num_layers, 40, 0, None)
+        num_layers = max(1, round(num_layers * step_seconds / min(statistics.median(c.turns[0]) for c in clocks)))
     return num_layers
 
 
-def fastest(figures: list[Times]) -> Times:
-    """Returns the smallest of each kind."""
-    return Times(min(times.wall for times in figures), min(times.processor for times in figures))
-
-
-def run(num_pairs: int, num_steps: int, num_workers: int, step_seconds: float) -> dict[str, Any]:
-    """Measures pairs of runs and returns the figures."""
-    num_layers = layers_for(step_seconds, num_workers)
-    without: list[Times] = []
-    with_callback: list[Times] = []
+def child(connection: Connection, other: Connection, starts: bool, with_callback: bool, *sizes: int) -> None:
+    """One process of a pair: trains, and sends its turns."""
+    clock = Clock(other, starts)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(num_pairs):
-            for is_with in (False, True) if number % 2 == 0 else (True, False):
-                figures = with_callback if is_with else without
-                figures.append(measure(num_layers, num_steps, num_workers, folder if is_with else None))
-    ratios = [after.wall / before.wall for before, after in zip(without, with_callback, strict=True)]
-    lower, median, upper = statistics.quantiles(ratios, n=4)
+        train(clock, *sizes, folder if with_callback else None)
+    connection.send([turn for turn in clock.turns if len(turn) == TURN])
+
+
+def measure_pair(with_callback: bool, first_starts: bool, *sizes: int) -> tuple[float, list[float]]:
+    """Trains without the callback and, in lock step, with it (or without it too: the control).
+
+    Returns:
+        The median of the turns' ratios, and the median seconds of a step on either side.
+    """
+    context = multiprocessing.get_context("fork")
+    left, right = context.Pipe()
+    sides = []
+    for other, starts, has_callback in ((left, first_starts, False), (right, not first_starts, with_callback)):
+        mine, theirs = context.Pipe()
+        arguments = (theirs, other, starts, has_callback, *sizes)
+        process = context.Process(target=child, args=arguments)
+        process.start()
+        sides.append((process, mine))
+    before, after = ([statistics.median(turn) for turn in mine.recv()[NUM_WARM_UP_TURNS:]] for _, mine in sides)
+    for process, _ in sides:
+        process.join()
+    ratios = [new / old for old, new in zip(before, after, strict=False)]
+    return statistics.median(ratios), [statistics.median(before), statistics.median(after)]
+
+
+def run(num_pairs: int, num_turns: int, num_workers: int, step_seconds: float) -> dict[str, Any]:
+    """Measures all pairs and returns the figures."""
+    if num_workers == 0 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    num_layers = layers_for(step_seconds)
+    sizes = (num_layers, TURN * (num_turns + NUM_WARM_UP_TURNS) + 1, num_workers)
+    pairs = [measure_pair(True, number % 2 == 0, *sizes) for number in range(num_pairs)]
+    controls = [measure_pair(False, number % 2 == 0, *sizes) for number in range(num_pairs)]
+    ratios = [ratio for ratio, _ in pairs]
     return {
-        "ratio": round(fastest(with_callback).wall / fastest(without).wall, 4),
-        "processor_ratio": round(fastest(with_callback).processor / fastest(without).processor, 4),
-        "median_of_pairs": round(median, 4),
-        "quartiles_of_pairs": [round(lower, 4), round(upper, 4)],
-        "without_vs_without": round(fastest(without[::2]).wall / fastest(without[1::2]).wall, 4),
-        "step_ms_without": round(1000 * fastest(without).wall, 3),
-        "step_ms_with": round(1000 * fastest(with_callback).wall, 3),
+        "ratio": round(statistics.median(ratios), 4),
+        "min": round(min(ratios), 4),
+        "max": round(max(ratios), 4),
+        "control": round(statistics.median(ratio for ratio, _ in controls), 4),
+        "control_min": round(min(ratio for ratio, _ in controls), 4),
+        "control_max": round(max(ratio for ratio, _ in controls), 4),
+        "step_ms_without": round(1000 * statistics.median(before for _, (before, _) in pairs), 3),
+        "step_ms_with": round(1000 * statistics.median(after for _, (_, after) in pairs), 3),
         "num_pairs": num_pairs,
-        "num_steps": num_steps,
+        "num_steps": num_turns * TURN,
         "num_workers": num_workers,
         "num_layers": num_layers,
         "versions": {
@@ -174,8 +206,8 @@ def main() -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    num_pairs, num_steps = (10, 100) if options.quick else (40, 150)
-    report = run(num_pairs, num_steps, options.num_workers, options.step_ms / 1000)
+    num_pairs, num_turns = (4, 30) if options.quick else (8, 60)
+    report = run(num_pairs, num_turns, options.num_workers, options.step_ms / 1000)
     print(json.dumps(report, indent=2))
     return 0 if report["ratio"] <= LIMIT else 1
 

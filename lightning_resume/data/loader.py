@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -84,10 +84,22 @@ class ResumableLoader:
         state: dict[str, Any] = self.__dict__["_engine"].state_dict(num_ahead)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> list[str]:
         """Makes the next pass go on from `state`.
 
+        Another number of workers keeps the order of the batches. It is exact where items draw no random numbers;
+        where they do, it has to be allowed, because their draws cannot be the same.
+
+        Args:
+            state: what `state_dict` returned, in any process.
+            allow: "num_workers_changed" accepts other draws of the items.
+
+        Returns:
+            The differences that were accepted, one text each.
+
         Raises:
-            StateMismatchError: the state is that of a loader of another kind, or with another number of workers.
+            StateMismatchError: the state is that of a loader of another kind, or of other workers in a way that is not
+                allowed, or that changes the order.
         """
-        self.__dict__["_engine"].load_state_dict(state)
+        differences: list[str] = self.__dict__["_engine"].load_state_dict(state, allow)
+        return differences

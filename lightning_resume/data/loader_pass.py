@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-
-from lightning_resume.data.position import Pass, WorkerTrail, pack_workers
+from lightning_resume.data.position import MAX_AHEAD, Pass, WorkerTrail, pack_workers
 from lightning_resume.data.sampler import FastForwardSampler
 from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
-from lightning_resume.data.workers import Stamped
+from lightning_resume.data.workers import Stamped, own_state
 from lightning_resume.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -28,7 +26,8 @@ class LoaderPass(Pass):
         trail: where its workers stand.
         reads: the draws of reading in this process (no workers).
         start: the streams when torch's iterator was made.
-        dataset_start: a stateful iterable data set's own state at that moment.
+        base_seed: of its workers, also of those that there would have been.
+        do_items_draw: whether reading items moves a stream; None until that is known.
     """
 
     def __init__(
@@ -40,36 +39,52 @@ class LoaderPass(Pass):
         self.is_made = False
         self.trail, self.resumed, self.state = trail, resumed, state
         self.is_iterable, self.has_workers = engine.is_iterable, engine.loader.num_workers > 0
-        self.reads = DrawLog(engine.streams, recent=None if self.is_iterable else 2)
-        self.start = unpack(state["start"]) if state is not None else {}
         self.dataset: Any = engine.loader.dataset
-        self.dataset_start = state["dataset"] if state is not None else None
+        self._own_states: deque[Any] = deque(maxlen=MAX_AHEAD)
+        self._attributes_before: deque[Any] = deque(maxlen=MAX_AHEAD)
+        self.is_stateful = not self.has_workers and own_state(self.dataset) is not None
+        self.is_replayed = self.is_iterable and not self.is_stateful
+        self.reads = DrawLog(engine.streams, recent=None if self.is_replayed else 2)
+        self.start = unpack(state["start"]) if state is not None else {}
+        self.base_seed: int = state["base_seed"] if state is not None else trail.base_seed
+        self.do_items_draw: bool | None = state["do_items_draw"] if state is not None else None
+        self.evolving = engine.evolving
+        self.attributes = state["attributes"]["start"] if state is not None else {}
         self.loader_name = type(engine.loader).__name__
 
     def made(self, make: Callable[[], Any], streams: Streams) -> Any:
         """Makes torch's iterator: live, or as it was made in the killed process, with every stream left as found."""
         self.is_made = True
         if self.state is None:
-            self.start = streams.capture()
-            self.dataset_start = _own_state(self.dataset)
+            self.start, self.attributes = streams.capture(), self.evolving.changed()
+            self._note_own_state()
             iterator = make()
             if not self.resumed:
-                self.trail.base_seed = iterator._base_seed
+                self.base_seed = self.trail.base_seed = iterator._base_seed
             return iterator
         with streams.isolated():
             streams.restore(self.start)
-            if self.dataset_start is not None:
-                self.dataset.load_state_dict(self.dataset_start)
+            self.evolving.restore(self.attributes)
+            if self.is_stateful:
+                self.dataset.load_state_dict(self.state["dataset"])
+                self._note_own_state()
             iterator = make()
             if not self.has_workers:
-                self.reads.load_state_dict(self.state["reads"])
-                self._skip_reads(iterator)
+                self._skip_reads(iterator, self.state["reads"])
+            if self.has_workers or not self.is_iterable:  # else reading has brought it there
+                self.evolving.restore(self.state["attributes"]["now"])
         # The base seed was drawn once more, perhaps from one of these.
         streams.restore(unpack(self.state["generators"]))
         return iterator
 
-    def _skip_reads(self, iterator: Any) -> None:
-        if self.is_iterable:
+    def _note_own_state(self) -> None:
+        if self.is_stateful:
+            self._own_states.append(own_state(self.dataset))
+
+    def _skip_reads(self, iterator: Any, reads: Mapping[str, Any] | None) -> None:
+        if reads is not None:
+            self.reads.load_state_dict(reads)
+        if self.is_replayed:
             self.reads.replay(self.position, lambda: type(iterator)._next_data(iterator))
         else:
             self.reads.skip(self.position)
@@ -82,8 +97,12 @@ class LoaderPass(Pass):
             if isinstance(batch, Stamped):
                 self.trail.note(self.num_read, batch)
                 batch = batch.batch
-        elif self.is_iterable or self.num_read == 0 or engine.expects_ahead:
+        elif self.is_iterable or self.num_read <= 1 or engine.expects_ahead:
+            self._attributes_before.append(self.evolving.changed())
             batch = self.reads.draw(lambda: type(iterator)._next_data(iterator))
+            if self.num_read == 1:  # the first read may have been the sampler's first draw
+                self.do_items_draw = self.reads.has_moved
+            self._note_own_state()
         else:
             self.reads.num_draws += 1
             batch = type(iterator)._next_data(iterator)
@@ -99,19 +118,18 @@ class LoaderPass(Pass):
                 "Let it hand out one batch for each that it reads.",
             )
         position = self.position - num_ahead
+        if self.has_workers and self.num_read:
+            self.do_items_draw = bool(self.do_items_draw) or self.trail.do_items_draw
+        now = self._attributes_before[-num_ahead] if num_ahead and self._attributes_before else self.evolving.changed()
         return {
             "position": position,
             "has_ended": self.has_ended and num_ahead == 0,
             "start": pack(self.start),
-            "dataset": self.dataset_start,
+            "base_seed": self.base_seed,
+            "do_items_draw": self.do_items_draw,
+            "attributes": {"start": self.attributes, "now": now},
+            "dataset": self._own_states[-1 - num_ahead] if self.is_stateful else None,
             "sampler": None if sampler is None else sampler.state_dict(position),
             "reads": None if self.has_workers else self.reads.state_dict(),
             "workers": pack_workers(self.trail.at(position + self.num_drained)) if self.has_workers else None,
         }
-
-
-def _own_state(dataset: Any) -> Any:
-    """A copy of what an iterable data set says about itself, if it does."""
-    if isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        return copy.deepcopy(dataset.state_dict())
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_resume.data.held import find_generators
@@ -63,13 +63,14 @@ class IterableEngine:
             state["reads"] = self._reads.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
         """See `ResumableLoader.load_state_dict`."""
         self.held = False
         if state["kind"] != "iterable":
             raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)
         if state["is_iterating"]:
             self._pending = dict(state)
+        return []
 
 
 def _drawn(reads: DrawLog, iterator: Iterator[Any]) -> Iterator[Any]:

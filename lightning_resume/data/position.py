@@ -27,11 +27,12 @@ class WorkerTrail:
     ) -> None:
         self.num_workers = num_workers
         self.base_seed = 0
+        self.do_items_draw = False
         self.starts: dict[int, States] = dict(starts or {})
         self.are_starts_known = are_starts_known
         self.counts: dict[int, int] = {}
         self.first = 0
-        self._stamps: dict[int, deque[tuple[int, States]]] = {}
+        self._stamps: dict[int, deque[tuple[int, States | None, Any]]] = {}
         self._recent: deque[tuple[int, int]] = deque(maxlen=MAX_AHEAD)
 
     def note(self, index: int, stamped: Stamped) -> None:
@@ -40,9 +41,9 @@ class WorkerTrail:
         if stamped.start is not None:
             self.starts[worker] = stamped.start
         stamps = self._stamps.setdefault(worker, deque(maxlen=MAX_AHEAD))
-        states = stamps[-1][1] if stamped.states is None and stamps else stamped.states or self.starts.get(worker)
-        if states is not None:
-            stamps.append((index, states))
+        before = stamps[-1][1] if stamps else self.starts.get(worker)
+        stamps.append((index, before if stamped.states is None else stamped.states, stamped.dataset))
+        self.do_items_draw |= stamped.states is not None
         self.counts[worker] = self.counts.get(worker, 0) + 1
         self._recent.append((index, worker))
 
@@ -55,7 +56,8 @@ class WorkerTrail:
                 first = (worker + 1) % self.num_workers
             else:
                 counts[worker] -= 1
-        states = {worker: self._state_at(worker, position) for worker in range(self.num_workers)}
+        last = {worker: self._last_before(worker, position) for worker in range(self.num_workers)}
+        states = {worker: stamp[1] if stamp else self.starts.get(worker) for worker, stamp in last.items()}
         return {
             "num_workers": self.num_workers,
             "base_seed": self.base_seed,
@@ -63,25 +65,26 @@ class WorkerTrail:
             "states": {worker: state for worker, state in states.items() if state is not None},
             "counts": counts,
             "starts": self.starts,
+            "datasets": {worker: stamp[2] for worker, stamp in last.items() if stamp and stamp[2] is not None},
         }
 
-    def _state_at(self, worker: int, position: int) -> States | None:
-        for index, states in reversed(self._stamps.get(worker, ())):
-            if index < position:
-                return states
-        return self.starts.get(worker)
+    def _last_before(self, worker: int, position: int) -> tuple[int, States | None, Any] | None:
+        stamps = self._stamps.get(worker, ())
+        return next((stamp for stamp in reversed(stamps) if stamp[0] < position), None)
 
     def is_known_at(self, position: int) -> bool:
         """Whether every worker's streams at `position` are known."""
         return self.are_starts_known or all(
-            any(index < position for index, _ in self._stamps.get(worker, ())) for worker in range(self.num_workers)
+            self._last_before(worker, position) is not None for worker in range(self.num_workers)
         )
 
     def resume(self, state: Mapping[str, Any], position: int) -> None:
         """Goes on from what `at` returned."""
         self.base_seed, self.first = state["base_seed"], state["first"]
         self.counts, self.starts = dict(state["counts"]), dict(state["starts"])
-        self._stamps = {worker: deque([(position - 1, s)], maxlen=MAX_AHEAD) for worker, s in state["states"].items()}
+        for worker in {**state["states"], **state["datasets"]}:
+            stamp = (position - 1, state["states"].get(worker), state["datasets"].get(worker))
+            self._stamps[worker] = deque([stamp], maxlen=MAX_AHEAD)
 
 
 def pack_workers(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import SubsetRandomSampler
 
+from lightning_resume.data.evolving import EvolvingAttributes
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
 from lightning_resume.errors import StateMismatchError
@@ -40,6 +41,8 @@ class FastForwardSampler(Sampler[Any]):
         self.sampler = sampler
         self._streams = Streams(generators if generators is not None else find_sampler_generators(sampler))
         self._log = self._new_log()
+        self._evolving = EvolvingAttributes(_chain(sampler))
+        self._attributes = self._evolving.changed()
         self._closed: DrawLog | None = None
         self._position = 0
         self._pending: dict[str, Any] | None = None
@@ -60,7 +63,7 @@ class FastForwardSampler(Sampler[Any]):
         if self._pending is not None:
             return self._resumed()
         self._log = log = self._new_log()
-        self._position = 0
+        self._position, self._attributes = 0, self._evolving.changed()
         iterator = log.draw(lambda: iter(self.sampler))
         return self._live(log, iterator)
 
@@ -86,7 +89,8 @@ class FastForwardSampler(Sampler[Any]):
             return
         self._log = log = self._new_log()
         log.load_state_dict(state["log"])
-        self._position = state["position"]
+        self._position, self._attributes = state["position"], state["attributes"]
+        self._evolving.restore(self._attributes)
         iterator = self._started(log, self._position)
         # Only now: DataLoader has drawn its base seed, perhaps from the same generator.
         self._streams.restore(unpack(state["generators"]))
@@ -119,6 +123,7 @@ class FastForwardSampler(Sampler[Any]):
             "position": self._position if position is None else position,
             "log": self._log.state_dict(),
             "generators": pack(self._streams.capture_generators()),
+            "attributes": self._attributes,
             "seeds": {name: sampler.seed for name, sampler in _seeded(self.sampler).items()},
         }
 
@@ -177,8 +182,12 @@ def find_sampler_generators(sampler: object) -> dict[str, Generator]:
 
 def _seeded(sampler: object) -> dict[str, DistributedSampler[Any]]:
     """The samplers, of this one and the one inside it, whose order follows from a seed and the epoch."""
-    owners = {"sampler": sampler, "sampler.sampler": getattr(sampler, "sampler", None)}
-    return {name: owner for name, owner in owners.items() if isinstance(owner, DistributedSampler)}
+    return {name: owner for name, owner in _chain(sampler).items() if isinstance(owner, DistributedSampler)}
+
+
+def _chain(sampler: object) -> dict[str, object]:
+    """A sampler and, of a batch sampler, the one inside it."""
+    return {"sampler": sampler, "sampler.sampler": getattr(sampler, "sampler", None)}
 
 
 def _length(sampler: object) -> int | None:

@@ -23,6 +23,9 @@ States = dict[str, Any]
 """Stream name -> its state, as an immutable value that `==` compares."""
 
 
+GLOBAL_STREAMS = frozenset({"python", "numpy", "torch"})
+
+
 class Streams:
     """Python's, numpy's and torch's global streams of this process, and named generators that the user holds."""
 
@@ -72,6 +75,10 @@ class Streams:
 class DrawLog:
     """Records the draws of one iteration so that they can be made again, exactly, in another process.
 
+    Attributes:
+        num_draws: draws made, or skipped.
+        has_moved: whether the last recorded draw moved a stream.
+
     Args:
         streams: the streams that may be drawn from.
         only_first: where given, the source is known to touch the global streams in this many first draws alone
@@ -83,6 +90,7 @@ class DrawLog:
     def __init__(self, streams: Streams, *, only_first: int | None = None, recent: int | None = None) -> None:
         self.streams, self.only_first, self.recent = streams, only_first, recent
         self.num_draws = 0
+        self.has_moved = False
         self._entries: dict[int, States] = {}
         self._after: States = {}
         self._num_recorded = 0  # draws of an earlier process: below it a draw is made again, from there on it is new
@@ -104,6 +112,7 @@ class DrawLog:
 
     def _record(self, before: States, after: States) -> None:
         moved = [name for name in before if before[name] != after[name]]
+        self.has_moved = bool(moved)
         entry = {name: before[name] for name in moved if self.recent or self._after.get(name) != before[name]}
         if entry:
             self._entries[self.num_draws] = entry

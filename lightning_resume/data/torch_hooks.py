@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
@@ -74,17 +73,3 @@ def _set_cycle(iterator: Any, cycle: Iterator[int]) -> None:
     for _ in range(iterator._num_turns):
         next(cycle)
     iterator._cycle = cycle
-
-
-class ShowDataset:
-    """A `worker_init_fn` that shows workers the user's data set, not the wrapper around it."""
-
-    def __init__(self, worker_init_fn: Any) -> None:
-        self.worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        """Runs in the worker, before the user's own function."""
-        info: Any = torch.utils.data.get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)

@@ -9,19 +9,21 @@ its iterator happens in `_get_iterator`, and what has to happen for each batch i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_resume.data.changed_workers import check_workers
+from lightning_resume.data.evolving import EvolvingAttributes
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
 from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
 from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators
 from lightning_resume.data.streams import Streams, pack, unpack
-from lightning_resume.data.torch_hooks import GetIterator, ShowDataset, turn
-from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerStart
+from lightning_resume.data.torch_hooks import GetIterator, turn
+from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerBegin, WorkerStart
 from lightning_resume.errors import StateMismatchError
 
 
@@ -35,6 +37,7 @@ class DataLoaderEngine:
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         self.is_persistent = loader.num_workers > 0 and loader.persistent_workers
         self.streams = Streams(self._find_generators())
+        self.evolving = EvolvingAttributes({"dataset": loader.dataset})
         self._sampler: FastForwardSampler | None = None
         self._collate: Any = None
         self._dataset: Any = loader.dataset
@@ -73,8 +76,8 @@ class DataLoaderEngine:
         if self._sampler is not None:
             self._sampler.forget()
         view = self._view()
-        if carried is not None:
-            self._start_workers_from(view, {**carried, "first": 0, "counts": {}, "starts": {}})
+        if carried is not None and self.loader.num_workers > 0:
+            self._start_workers_from(view, {**carried, "first": 0, "counts": {}, "starts": {}, "datasets": {}})
         return progress.count(self._iter(view), self)
 
     def _enter(self, state: Mapping[str, Any]) -> CountedIterator:
@@ -83,9 +86,9 @@ class DataLoaderEngine:
         self.current = progress = LoaderPass(self, trail, resumed=True, state=state)
         view = self._view()
         if self._sampler is not None:
-            self._sampler.load_state_dict(_sampler_state(state, has_workers=self.loader.num_workers > 0))
+            self._sampler.load_state_dict(_sampler_state(state))
         if self.loader.num_workers > 0:
-            workers = unpack_workers(state["workers"])
+            workers = self._workers_of(state)
             trail.resume(workers, progress.position)
             self._start_workers_from(view, workers)
         if state["has_ended"]:
@@ -114,18 +117,24 @@ class DataLoaderEngine:
                 if self._dataset is loader.dataset:
                     self._dataset = ReplayingIterable(loader.dataset, loader.collate_fn, loader.batch_size)
                 view.__dict__["dataset"] = self._dataset
-                view.worker_init_fn = ShowDataset(loader.worker_init_fn)
             if self._collate is None or self._collate.collate_fn is not loader.collate_fn:
                 source = self._dataset if self.is_iterable and self.is_persistent else None
                 self._collate = StampingCollate(loader.collate_fn, source)
             view.collate_fn = self._collate
+            view.worker_init_fn = WorkerBegin(loader.worker_init_fn, self._collate)
         view.__dict__["_get_iterator"] = GetIterator(view, self)
         return view
 
     def _start_workers_from(self, view: DataLoader[Any], workers: Mapping[str, Any]) -> None:
-        view.worker_init_fn = WorkerStart(self.loader.worker_init_fn, self.loader.collate_fn, **workers)
+        view.worker_init_fn = WorkerStart(self.loader.worker_init_fn, self._collate, **workers)
         # DataLoader draws its base seed here, where nobody else looks: the workers start from the saved one.
         view.generator = torch.Generator()
+
+    def _workers_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved workers; where their number has changed, new ones that start from the same seed."""
+        if state["num_workers"] == self.loader.num_workers:
+            return unpack_workers(state["workers"])
+        return WorkerTrail(self.loader.num_workers).at(0) | {"base_seed": state["base_seed"]}
 
     def _continued_trail(self, last: LoaderPass) -> WorkerTrail:
         """The trail of persistent workers that go on from the last pass, which may have been left early."""
@@ -165,6 +174,8 @@ class DataLoaderEngine:
             "kind": "DataLoader",
             "is_iterating": progress is not None,
             "num_workers": self.loader.num_workers,
+            "prefetch_factor": self.loader.prefetch_factor,
+            "persistent_workers": self.is_persistent,
             "generators": pack(self.streams.capture_generators()),
         }
         if progress is None:
@@ -175,27 +186,31 @@ class DataLoaderEngine:
             return {**state, "is_iterating": False, "workers": workers}
         return {**state, **progress.state_dict(num_ahead, self._sampler)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
         """See `ResumableLoader.load_state_dict`."""
         self.held = False
         if state["kind"] != "DataLoader":
             raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)
-        if state["num_workers"] != self.loader.num_workers:
-            raise StateMismatchError("num_workers of the loader", state["num_workers"], self.loader.num_workers)
+        differences = check_workers(state, self.loader, allow)
         self.streams.restore(unpack(state["generators"]))
-        if state["is_iterating"]:
+        has_same_workers = state["num_workers"] == self.loader.num_workers
+        if state["is_iterating"] and (has_same_workers or state["position"] or state["num_workers"]):
             self._pending = dict(state)
-        elif self.is_persistent and state.get("workers") is not None:
+        elif state["is_iterating"]:
+            # Nothing was drawn but the seed of workers that there were not: their pass begins, from that seed.
+            self._workers_to_carry = self._workers_of(state)
+        elif self.is_persistent and has_same_workers and state.get("workers") is not None:
             self._workers_to_carry = unpack_workers(state["workers"])
+        return differences
 
 
-def _sampler_state(state: Mapping[str, Any], *, has_workers: bool) -> dict[str, Any]:
+def _sampler_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The saved sampler state, less what belongs to the pass around it.
 
     The pass restores generators itself. Without workers, a draw that ran ahead belongs to the read that it was made
     in, and is made again there.
     """
     sampler: dict[str, Any] = {**state["sampler"], "generators": {}}
-    if not has_workers and sampler["log"]["num_draws"] > sampler["position"] + 1:
+    if not state["num_workers"] and sampler["log"]["num_draws"] > sampler["position"] + 1:
         sampler["log"] = {**sampler["log"], "num_draws": sampler["position"] + 1, "after": {}}
     return sampler

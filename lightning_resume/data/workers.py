@@ -7,9 +7,10 @@ given its predecessor's number, its seed and its stamp.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -33,17 +34,19 @@ class Stamped:
         worker: number of the worker that made it.
         states: the worker's streams after the batch; None where they did not move since its last batch.
         start: the streams before the epoch's first batch; set on that batch of an iterable data set only.
+        dataset: what a stateful iterable data set said about itself after the batch.
     """
 
     batch: Any
     worker: int
     states: States | None
     start: States | None = None
+    dataset: Any = None
 
     def pin_memory(self, device: str | None = None) -> Stamped:
         """Called by DataLoader's pinning thread."""
         batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]
-        return Stamped(batch, self.worker, self.states, self.start)
+        return replace(self, batch=batch)
 
 
 def worker_streams(dataset: object, collate_fn: object) -> Streams:
@@ -72,7 +75,35 @@ class StampingCollate:
             start, self.source.start = self.source.start, None
         moved = states != self._last
         self._last = states
-        return Stamped(batch, info.id, states if moved else None, start)
+        return Stamped(batch, info.id, states if moved else None, start, own_state(info.dataset))
+
+    def begin(self, dataset: object) -> None:
+        """Runs in a worker before its first batch: from here on a stream that moves was moved by an item."""
+        self._streams = worker_streams(dataset, self.collate_fn)
+        self._last = self._streams.capture()
+
+
+def own_state(dataset: Any) -> Any:
+    """A copy of what an iterable data set says about itself, if it does."""
+    if isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        return copy.deepcopy(dataset.state_dict())
+    return None
+
+
+class WorkerBegin:
+    """A `worker_init_fn` around the user's own: shows workers the user's data set, and starts the stamps."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None, collate: StampingCollate) -> None:
+        self.worker_init_fn, self.collate = worker_init_fn, collate
+
+    def __call__(self, worker_id: int) -> None:
+        """Runs in the worker."""
+        info: Any = get_worker_info()
+        if isinstance(info.dataset, ReplayingIterable):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+        self.collate.begin(info.dataset)
 
 
 @dataclass
@@ -84,23 +115,25 @@ class WorkerStart:
 
     Attributes:
         worker_init_fn: the user's own, called with the worker's number.
-        collate_fn: the user's own; it may hold generators.
+        collate: stamps the batches.
         base_seed: the seed that the killed process's workers started from.
         first: the worker whose turn it was.
         num_workers: how many there were and are.
         states: worker -> its streams at the save; one that had made nothing is missing and starts from its seed.
         counts: worker -> how many batches it had made in this epoch (iterable data sets read them again).
         starts: worker -> its streams when this epoch began, where that was not its seed (persistent workers).
+        datasets: worker -> a stateful data set's own state; it goes on from there, nothing is read again.
     """
 
     worker_init_fn: Callable[[int], None] | None
-    collate_fn: Callable[[Any], Any]
+    collate: StampingCollate
     base_seed: int
     first: int
     num_workers: int
     states: Mapping[int, States]
     counts: Mapping[int, int] = field(default_factory=dict)
     starts: Mapping[int, States] = field(default_factory=dict)
+    datasets: Mapping[int, Any] = field(default_factory=dict)
 
     def __call__(self, worker_id: int) -> None:
         """Runs in the worker, around the user's own function."""
@@ -109,16 +142,21 @@ class WorkerStart:
             raise RuntimeError("WorkerStart runs in a DataLoader's worker processes only")
         worker = (self.first + worker_id) % self.num_workers
         dataset: Any = info.dataset
-        replaying = isinstance(dataset, ReplayingIterable)
-        if replaying:
-            dataset.num_batches = self.counts.get(worker, 0)
-            dataset.expected = self.states.get(worker)
-        _become(worker, self.base_seed, dataset.dataset if replaying else dataset)
+        wrapper = dataset if isinstance(dataset, ReplayingIterable) else None
+        dataset = wrapper.dataset if wrapper is not None else dataset
+        _become(worker, self.base_seed, dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
-        states = self.starts if self.counts.get(worker) and replaying else self.states
+        states = self.states
+        if wrapper is not None:
+            wrapper.expected = self.states.get(worker)
+            if worker in self.datasets:
+                dataset.load_state_dict(self.datasets[worker])
+            elif self.counts.get(worker):
+                wrapper.num_batches, states = self.counts[worker], self.starts
         if worker in states:
-            worker_streams(dataset.dataset if replaying else dataset, self.collate_fn).restore(states[worker])
+            worker_streams(dataset, self.collate.collate_fn).restore(states[worker])
+        self.collate.begin(dataset)
 
 
 def _become(worker: int, base_seed: int, dataset: Any) -> None:
@@ -158,10 +196,13 @@ class ReplayingIterable(IterableDataset[Any]):
         self.start = streams.capture()
         iterator: Iterator[Any] = iter(self.dataset)
         num_batches, self.num_batches = self.num_batches, 0
+        expected, self.expected = self.expected, None
         for _ in range(num_batches):
             # The collate function is run too: it may draw.
             self.collate_fn(next(iterator) if self.batch_size is None else list(islice(iterator, self.batch_size)))
-        if num_batches and self.expected is not None and streams.capture() != self.expected:
+        if expected is not None and not num_batches:
+            streams.restore(expected)  # `iter` may have drawn
+        elif expected is not None and streams.capture() != expected:
             raise StateMismatchError(
                 f"the random streams of a worker after reading {num_batches} batches again",
                 "the state at the save",

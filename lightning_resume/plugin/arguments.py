@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
+from lightning_resume.data import changed_workers
 from lightning_resume.data.identity import OVERRIDES
 from lightning_resume.errors import UnsupportedSetupError
 
-ALLOWED = tuple(sorted({*OVERRIDES.values()}))
+ALLOWED = tuple(sorted({*OVERRIDES.values(), changed_workers.WORD}))
 
 
 def folder(dirpath: str | os.PathLike[str] | None) -> str | None:

@@ -97,31 +97,41 @@ def enter_epoch(trainer: Trainer, state: Mapping[str, Any]) -> None:
     RNGState.from_state_dict(state["rng"]).restore()
 
 
-def enter_first_batch(trainer: Trainer, state: Mapping[str, Any], *, between_epochs: bool) -> None:
-    """Before the first resumed batch: everything stands as it stood at the save."""
+def enter_first_batch(
+    trainer: Trainer, state: Mapping[str, Any], *, between_epochs: bool, allow: Collection[str]
+) -> list[str]:
+    """Before the first resumed batch: everything stands as it stood at the save.
+
+    Returns:
+        The differences that `allow` lets pass.
+    """
     if not between_epochs:
         loops.restore_extras(trainer, state["extras"])
-    _restore_val_loaders(trainer, state["val_loaders"])
+    differences = _restore_val_loaders(trainer, state["val_loaders"], allow)
     loaders = loops.train_loaders(trainer)
     if len(loaders) != len(state["loaders"]):
         raise StateMismatchError("number of training loaders", len(state["loaders"]), len(loaders))
     for loader, saved in zip(loaders, state["loaders"], strict=True):
-        loader.load_state_dict({**saved, "is_iterating": False} if between_epochs else saved)
+        differences += loader.load_state_dict({**saved, "is_iterating": False} if between_epochs else saved, allow)
     if between_epochs:
         # The pass begins live, from the streams as they stand now: the epoch's hooks may have drawn.
         loops.begin_pass(trainer, None)
-        return
-    loops.begin_pass(trainer, state["combined"])
+        return differences
     averaging.set_up_again(trainer, state["averaging"], state["optimizer_states"])
     loops.restore_module(trainer, state["module"])
     Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
     restore_metrics(trainer, state["metrics"])
     RNGState.from_state_dict(state["rng"]).restore()
+    # Leaves the streams as it finds them, except where a pass had not really begun: that one begins now, live.
+    loops.begin_pass(trainer, state["combined"])
+    return differences
 
 
-def _restore_val_loaders(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+def _restore_val_loaders(trainer: Trainer, states: list[dict[str, Any]], allow: Collection[str]) -> list[str]:
     loaders = loops.val_loaders(trainer)
     if states and len(loaders) != len(states):
         raise StateMismatchError("number of validation loaders", len(states), len(loaders))
+    differences: list[str] = []
     for loader, saved in zip(loaders, states, strict=False):
-        loader.load_state_dict({**saved, "is_iterating": False})
+        differences += loader.load_state_dict({**saved, "is_iterating": False}, allow)
+    return differences

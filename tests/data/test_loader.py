@@ -235,17 +235,6 @@ def test_a_loader_that_drops_batches_is_refused_at_the_save() -> None:
     assert caught.value.setup == "the loader Dropping"
 
 
-def test_another_number_of_workers_is_refused() -> None:
-    """The items' randomness belongs to the workers: with fewer or more of them it cannot go on."""
-    state = ResumableLoader(DataLoader(Items(), BATCH_SIZE, num_workers=2)).state_dict()
-    loader = ResumableLoader(DataLoader(Items(), BATCH_SIZE))
-
-    with pytest.raises(StateMismatchError, match="num_workers") as caught:
-        loader.load_state_dict(state)
-
-    assert (caught.value.saved, caught.value.current) == (2, 0)
-
-
 @pytest.mark.parametrize(("saved", "current", "name"), [("shuffle", "list", "list"), ("list", "shuffle", "DataLoader")])
 def test_a_loader_of_another_kind_is_refused(saved: str, current: str, name: str) -> None:
     """A DataLoader's state does not fit a list, nor the other way round."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from inprocess import NotedToy, loader, make_trainer, plugin
 from lightning.fabric.plugins import XLACheckpointIO
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_resume import AtomicResumeCallback, UnsupportedSetupError
@@ -146,3 +147,15 @@ def test_another_checkpoint_io_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedSetupError, match="SlowIO"):
         trainer.fit(NotedToy(), loader())
+
+
+@pytest.mark.parametrize("permanent", [True, False])
+def test_pruning_is_refused(permanent: bool, tmp_path: Path) -> None:
+    """ModelPruning leaves its masks out of the checkpoint: pruned weights would grow again, without a word."""
+    module = NotedToy()
+    pruning = ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=permanent)
+
+    with pytest.raises(UnsupportedSetupError, match="ModelPruning"):
+        make_trainer(tmp_path, pruning, plugin(tmp_path / "ck")).fit(module, loader())
+
+    assert module.rows == []

@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from inprocess import NotedToy, copies, loader, make_trainer, plugin, same_state, save_some, val_loader
+from inprocess import (
+    NotedToy,
+    Stop,
+    StopAfter,
+    copies,
+    loader,
+    make_trainer,
+    plugin,
+    same_state,
+    save_some,
+    val_loader,
+)
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from toy import Job, run, saved_steps, step_dir
 
-from lightning_resume import AtomicCheckpointIO, AtomicResumeCallback, load_module, read_checkpoint, verify_checkpoint
+from lightning_resume import AtomicCheckpointIO, load_module, read_checkpoint, verify_checkpoint
 
 
 class Tested(NotedToy):
@@ -36,7 +47,17 @@ class Tested(NotedToy):
 
 
 class ToyData(LightningDataModule):
-    """The toy's training data, for the CLI."""
+    """The toy's training data, with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return loader()
@@ -176,58 +197,6 @@ def test_a_save_by_hand_in_mid_training_can_be_resumed(tmp_path: Path) -> None:
     assert resumed.places == [(0, 5, 5), (0, 6, 6), (0, 7, 7)]
 
 
-def cli_config(folder: Path, **init_args: Any) -> Path:
-    """A LightningCLI config that names the callback by its path."""
-    yaml = pytest.importorskip("yaml")
-    callback = {"class_path": "lightning_resume.AtomicResumeCallback", "init_args": init_args}
-    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({"trainer": {**settings, "max_epochs": 1, "callbacks": [callback]}}))
-    return path
-
-
-def test_the_cli_makes_the_callback_by_its_path(tmp_path: Path) -> None:
-    """A LightningCLI config names class and arguments, all typed; `--ckpt_path last` starts, then goes on."""
-    pytest.importorskip("jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    config = cli_config(
-        tmp_path,
-        dirpath=str(tmp_path / "ck"),
-        every_n_train_steps=3,
-        train_time_interval="0:10:00",
-        keep_last_k=10,
-        allow=["data_changed"],
-        data_version="v1",
-    )
-    arguments = ["fit", "--config", str(config), "--ckpt_path", "last", "--trainer.max_epochs"]
-
-    first = LightningCLI(Tested, ToyData, args=[*arguments, "1"], save_config_callback=None)
-    second = LightningCLI(Tested, ToyData, args=[*arguments, "2"], save_config_callback=None)
-
-    assert [len(cli.model.rows) for cli in (first, second)] == [8, 8]
-    assert second.model.rows[0]["step"] == 8
-    assert saved_steps(tmp_path / "ck") == [0, 3, 6, 8, 11, 14, 16]
-    callback = next(c for c in second.trainer.callbacks if isinstance(c, AtomicResumeCallback))
-    assert (callback.allow, callback.data_version) == (("data_changed",), "v1")
-
-
-@pytest.mark.parametrize("argument", ["every_n_train_steps=many", "keep_last=3", "train_time_interval=60"])
-def test_the_cli_refuses_a_wrong_argument(argument: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Arguments are typed: a wrong name or type is told with its name before anything is made."""
-    pytest.importorskip("jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    name, _, value = argument.partition("=")
-    config = cli_config(tmp_path, dirpath=str(tmp_path / "ck"), **{name: int(value) if value.isdigit() else value})
-
-    with pytest.raises(SystemExit):
-        LightningCLI(Tested, ToyData, args=["fit", "--config", str(config)], save_config_callback=None)
-
-    assert name in capsys.readouterr().err
-    assert not (tmp_path / "ck").exists()
-
-
 def test_a_trainer_can_fit_twice(tmp_path: Path) -> None:
     """The second `fit` of a Trainer goes on, with or without "last", and saves under the steps that follow."""
     module = NotedToy()
@@ -260,3 +229,69 @@ def test_fast_dev_run_makes_no_folder(tmp_path: Path) -> None:
     make_trainer(tmp_path, plugin(tmp_path / "ck"), fast_dev_run=True).fit(NotedToy(), loader())
 
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", None])
+def test_an_exception_checkpoint_does_not_win_over_the_exact_one(ckpt_path: str | None, tmp_path: Path) -> None:
+    """Lightning's OnExceptionCheckpoint saves later, but inside a step: "last" still means the exact checkpoint."""
+    with pytest.raises(Stop):
+        make_trainer(
+            tmp_path, OnExceptionCheckpoint(tmp_path / "oops"), StopAfter(5), plugin(tmp_path / "ck"), max_epochs=1
+        ).fit(NotedToy(), loader())
+    assert verify_checkpoint(tmp_path / "oops" / "on_exception.ckpt").global_step == 5
+    module = NotedToy()
+
+    trainer = make_trainer(tmp_path, OnExceptionCheckpoint(tmp_path / "oops"), plugin(tmp_path / "ck"), max_epochs=1)
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+
+    assert trainer.ckpt_path == str(step_dir(tmp_path / "ck", 4))
+    assert [row["step"] for row in module.rows] == [4, 5, 6, 7]
+
+
+def test_a_trainer_goes_on_after_an_error(tmp_path: Path) -> None:
+    """In a notebook: training ends with an error, then the same Trainer validates, and fits on from "last"."""
+    torch.manual_seed(3)
+    baseline = NotedToy()
+    make_trainer(tmp_path, plugin(tmp_path / "base")).fit(baseline, loader())
+    torch.manual_seed(3)
+    module = NotedToy()
+    trainer = make_trainer(tmp_path, StopAfter(5), plugin(tmp_path / "ck"))
+    with pytest.raises(Stop):
+        trainer.fit(module, loader())
+
+    trainer.validate(module, val_loader(), verbose=False)
+    trainer.fit(module, loader(), ckpt_path="last")
+
+    assert module.rows[5:] == baseline.rows[4:]
+    assert same_state(copies(module), copies(baseline))
+
+
+def test_a_data_modules_state_comes_back(tmp_path: Path) -> None:
+    """What a LightningDataModule says in `state_dict` is loaded before the first batch, equal in value and type."""
+    data, resumed = ToyData(), ToyData()
+    data.state = {"shard": (1, 2), "seen": 7}
+    with pytest.raises(Stop):
+        make_trainer(tmp_path, StopAfter(5), plugin(tmp_path / "ck")).fit(NotedToy(), datamodule=data)
+    module = NotedToy()
+
+    make_trainer(tmp_path, plugin(tmp_path / "ck")).fit(module, datamodule=resumed, ckpt_path="last")
+
+    assert resumed.state == {"shard": (1, 2), "seen": 7}
+    assert module.rows[0]["step"] == 4
+
+
+def test_a_model_checkpoint_may_share_folder_and_names(tmp_path: Path) -> None:
+    """Its checkpoints, though named after steps too, are neither pruned nor taken for "last"."""
+    own = ModelCheckpoint(
+        tmp_path, "step-{step:08d}", auto_insert_metric_name=False, every_n_train_steps=2, save_top_k=-1
+    )
+    make_trainer(tmp_path, own, plugin(tmp_path, every_n_train_steps=3, keep_last_k=1), max_epochs=1).fit(
+        NotedToy(), loader()
+    )
+    trainer = make_trainer(tmp_path, plugin(tmp_path), max_epochs=2)
+
+    trainer.fit(NotedToy(), loader(), ckpt_path="last")
+
+    assert trainer.ckpt_path == str(step_dir(tmp_path, 8))
+    theirs = [f"step-{step:08d}.ckpt" for step in (2, 4, 6, 8)]
+    assert [name for name in theirs if not (tmp_path / name / "index.json").exists()] == []

@@ -31,6 +31,18 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "gradient value": (8, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
     "profiler": (8, {"profiler": "simple"}),
     "summary": (8, {"enable_model_summary": True}),
+    "bf16-true": (8, {"precision": "bf16-true"}),
+    "16-true": (8, {"precision": "16-true"}),
+    "64-true": (8, {"precision": "64-true"}),
+    "bf16-mixed": (8, {"precision": "bf16-mixed"}),
+}
+VALIDATIONS: dict[str, dict[str, Any]] = {
+    "a share of the epoch": {"val_check_interval": 0.25},
+    "across epochs": {"check_val_every_n_epoch": None, "val_check_interval": 5},
+    "every second epoch": {"check_val_every_n_epoch": 2},
+    "limited": {"limit_val_batches": 1, "val_check_interval": 3},
+    "without sanity check": {"num_sanity_val_steps": 0, "val_check_interval": 3},
+    "with a whole sanity check": {"num_sanity_val_steps": -1, "val_check_interval": 8},
 }
 
 
@@ -89,6 +101,16 @@ def test_an_option_changes_nothing_about_the_resume(name: str, tmp_path: Path) -
     num_batches, keywords = OPTIONS[name]
 
     kill_in_turn(Job(trainer=keywords), tmp_path, {2: 2, num_batches: num_batches})
+
+
+@pytest.mark.parametrize("name", VALIDATIONS)
+def test_validation_is_where_it_was(name: str, tmp_path: Path) -> None:
+    """Killed before and after validations, the resumed run validates at the same steps, with the same losses."""
+    job = Job(num_val_items=8, trainer=VALIDATIONS[name])
+
+    baseline, _ = kill_in_turn(job, tmp_path, {3: 3, 6: 6, 8: 8})
+
+    assert len(baseline.of("val")) >= 1
 
 
 def test_overfitting_without_shuffling_goes_on(tmp_path: Path) -> None:

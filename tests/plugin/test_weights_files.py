@@ -78,6 +78,76 @@ class EmitsTensors(Callback):
         )
 
 
+class Counting(nn.Module):
+    """A module whose state is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"num_calls": self.num_calls, "sizes": (1, 2)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.num_calls = state["num_calls"] if state["sizes"] == (1, 2) else -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x * (1 + self.num_calls / 8)
+
+
+class ExtraState(Toy):
+    """A net with such a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 1), Counting(), nn.Dropout(0.5))
+
+
+class Lazy(Toy):
+    """Layers that get their shapes in `setup`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5), nn.LazyLinear(1))
+
+    def setup(self, stage: str) -> None:
+        self.net(torch.ones(1, 1))
+
+
+class Configured(Toy):
+    """Layers that are made in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
+
+
+class Parametrized(Toy):
+    """Layers whose weights are computed from other tensors, and a recurrent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrap = nn.utils.parametrizations
+        self.recurrent = nn.LSTM(1, 3, num_layers=2, dropout=0.3, batch_first=True)
+        self.net = nn.Sequential(
+            wrap.spectral_norm(nn.Linear(3, 4)), nn.Dropout(0.5), wrap.weight_norm(nn.Linear(4, 1))
+        )
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(self.recurrent(batch.reshape(1, -1, 1) / 32)[0].reshape(-1, 3))
+
+
+@pytest.mark.parametrize("make", [ExtraState, Lazy, Configured, Parametrized])
+def test_unusual_modules_go_on(make: type[Toy], tmp_path: Path) -> None:
+    """Extra state, late shapes, late layers and parametrizations: the resumed run is the same run."""
+    kill_in_turn(Job(module=make, plugin={"every_n_train_steps": 5}), tmp_path, {5: 5})
+
+
 @pytest.mark.parametrize("make", [Layers, Toy])
 def test_the_model_file_is_the_state_dict(make: type[Toy], tmp_path: Path) -> None:
     """A plain safetensors reader gets the very names, dtypes, shapes and values of `state_dict()`."""
