@@ -94,12 +94,15 @@ def main() -> int:
         whole, killed = Path(work) / "whole", Path(work) / "killed"
         print(f"two jobs start; one of them kills itself after step {KILL_AFTER_STEP}", flush=True)
         baseline, job = start(whole, seed=1), start(killed, seed=1, kill_after_step=KILL_AFTER_STEP)
-        if job.wait() != -signal.SIGKILL:
-            raise SystemExit(f"the job was not killed, it ended with status {job.returncode}")
-        newest = scan_checkpoints(killed)[-1]
-        print(f"killed; the newest checkpoint is of step {newest.global_step}, a new process goes on", flush=True)
-        if start(killed, seed=999).wait() or baseline.wait():
-            raise SystemExit("a job failed")
+        try:
+            if job.wait() != -signal.SIGKILL:
+                raise SystemExit(f"the job was not killed, it ended with status {job.returncode}")
+            newest = scan_checkpoints(killed)[-1]
+            print(f"killed; the newest checkpoint is of step {newest.global_step}, a new process goes on", flush=True)
+            if start(killed, seed=999).wait() or baseline.wait():
+                raise SystemExit("a job failed")
+        finally:
+            baseline.kill()
         expected, found = (read_checkpoint(scan_checkpoints(folder)[-1].path) for folder in (whole, killed))
 
     # The callback keeps the loss of every step, across kills.

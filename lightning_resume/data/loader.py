@@ -8,6 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_resume.data.plain_loader import IterableEngine
+from lightning_resume.data.positional import Positional
+from lightning_resume.data.positional_loader import PositionalEngine
 from lightning_resume.data.torch_loader import DataLoaderEngine
 
 
@@ -28,11 +30,15 @@ class ResumableLoader:
 
     Args:
         loader: a `DataLoader` (or subclass), or any iterable that can be iterated from its start again.
+        positional: where given, order and items follow from (seed, epoch, position) alone; the draws are then other
+            ones than without the wrapper. For map-style data sets only.
+
+    Raises:
+        UnsupportedSetupError: `positional` was given, and the loader's items have no positions.
     """
 
-    def __init__(self, loader: Any) -> None:
-        engine = DataLoaderEngine(loader) if isinstance(loader, DataLoader) else IterableEngine(loader)
-        self.__dict__.update(_wrapped=loader, _engine=engine)
+    def __init__(self, loader: Any, positional: Positional | None = None) -> None:
+        self.__dict__.update(_wrapped=loader, _engine=_engine(loader, positional))
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -103,3 +109,9 @@ class ResumableLoader:
         """
         differences: list[str] = self.__dict__["_engine"].load_state_dict(state, allow)
         return differences
+
+
+def _engine(loader: Any, positional: Positional | None) -> PositionalEngine | DataLoaderEngine | IterableEngine:
+    if positional is not None:
+        return PositionalEngine(loader, positional)
+    return DataLoaderEngine(loader) if isinstance(loader, DataLoader) else IterableEngine(loader)

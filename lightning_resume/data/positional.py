@@ -64,7 +64,9 @@ def key_of(seed: int, purpose: str, *numbers: int) -> bytes:
     return hashlib.blake2b(f"{seed}/{purpose}/{numbers}".encode(), digest_size=32).digest()
 
 
-def seed_streams(key: bytes, generators: Mapping[str, Generator] | None = None, salts: Mapping[str, str] = {}) -> None:  # noqa: B006
+def seed_streams(
+    key: bytes, generators: Mapping[str, Generator] | None = None, salts: Mapping[str, str] | None = None
+) -> None:
     """Sets python's, numpy's and torch's (CPU) global streams, and named generators, to what follows from `key`.
 
     Args:
@@ -76,7 +78,8 @@ def seed_streams(key: bytes, generators: Mapping[str, Generator] | None = None, 
     np.random.seed(int.from_bytes(key[16:20], "little"))
     torch.default_generator.manual_seed(int.from_bytes(key[20:28], "little", signed=True))
     for name, generator in (generators or {}).items():
-        digest = hashlib.blake2b(f"{name}/{salts.get(name, '')}".encode(), key=key, digest_size=16).digest()
+        text = f"{name}/{(salts or {}).get(name, '')}"
+        digest = hashlib.blake2b(text.encode(), key=key, digest_size=16).digest()
         _seed(generator, int.from_bytes(digest, "little"))
 
 
@@ -162,7 +165,12 @@ class PositionalSampler(Sampler[Place]):
     """
 
     def __init__(
-        self, source: Iterable[Any], streams: Streams, salts: Mapping[str, str], positional: Positional, is_batched: bool
+        self,
+        source: Iterable[Any],
+        streams: Streams,
+        salts: Mapping[str, str],
+        positional: Positional,
+        is_batched: bool,
     ) -> None:
         self.source, self.streams, self.salts = source, streams, salts
         self.positional, self.is_batched = positional, is_batched
@@ -190,7 +198,7 @@ class PositionalSampler(Sampler[Place]):
         value = own.draw(lambda: next(iterator, end))
         while value is not end:
             yield Place(epoch, turn, self.positional.rank + count * stride, stride, value)
-            count += len(value) if self.is_batched else 1
+            count += len(value) if self.is_batched else 1  # type: ignore[arg-type]
             value = next(iterator, end) if is_quiet else own.draw(lambda: next(iterator, end))
 
     def _entered(self, num_skipped: int) -> tuple[Iterator[Any], int]:

@@ -41,7 +41,7 @@ class FastForwardSampler(Sampler[Any]):
         self.sampler = sampler
         self._streams = Streams(generators if generators is not None else find_sampler_generators(sampler))
         self._log = self._new_log()
-        self._evolving = EvolvingAttributes(_chain(sampler))
+        self._evolving = _watch(sampler)
         self._attributes = self._evolving.changed()
         self._closed: DrawLog | None = None
         self._position = 0
@@ -104,7 +104,7 @@ class FastForwardSampler(Sampler[Any]):
             return begun[0]
         with self._streams.isolated():
             self._streams.restore(log.first_states())
-            iterator = _advance(self.sampler, position)
+            iterator = advance(self.sampler, position)
             log.skip(position + 1)
         return iterator
 
@@ -124,6 +124,7 @@ class FastForwardSampler(Sampler[Any]):
             "log": self._log.state_dict(),
             "generators": pack(self._streams.capture_generators()),
             "attributes": self._attributes,
+            "idle": self._evolving.changed(),
             "seeds": {name: sampler.seed for name, sampler in _seeded(self.sampler).items()},
         }
 
@@ -141,7 +142,7 @@ class FastForwardSampler(Sampler[Any]):
         self._pending = dict(state)
 
 
-def _advance(sampler: Iterable[Any], position: int) -> Iterator[Any]:
+def advance(sampler: Iterable[Any], position: int) -> Iterator[Any]:
     """Runs a known sampler `position` values ahead; indices are dropped in C, batches are not formed."""
     if type(sampler) is BatchSampler:
         indices = iter(sampler.sampler)
@@ -177,12 +178,24 @@ def find_sampler_generators(sampler: object) -> dict[str, Generator]:
     """The generators that a sampler holds; those of its data set are the data set's."""
     inner = getattr(sampler, "sampler", None)
     datasets = [getattr(owner, name, None) for owner in (sampler, inner) for name in ("data_source", "dataset")]
-    return find_generators({"sampler": sampler}, stop=[dataset for dataset in datasets if dataset is not None])
+    # Lightning's distributed wrapper keeps a sampler where others keep their data set.
+    return find_generators(
+        {"sampler": sampler}, stop=[d for d in datasets if d is not None and not hasattr(d, "_sampler")]
+    )
 
 
 def _seeded(sampler: object) -> dict[str, DistributedSampler[Any]]:
     """The samplers, of this one and the one inside it, whose order follows from a seed and the epoch."""
     return {name: owner for name, owner in _chain(sampler).items() if isinstance(owner, DistributedSampler)}
+
+
+def load_idle(sampler: object, state: Mapping[str, Any]) -> None:
+    """Brings a sampler that nobody iterates to where it stood between two iterations."""
+    _watch(sampler).restore(state["idle"])
+
+
+def _watch(sampler: object) -> EvolvingAttributes:
+    return EvolvingAttributes(_chain(sampler), max_elements=1_000_000)
 
 
 def _chain(sampler: object) -> dict[str, object]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lightning_resume.data import numpy_stream
 from lightning_resume.data.held import Generator, freeze, get_state, set_state, thaw
 from lightning_resume.errors import StateMismatchError
 
@@ -65,11 +66,16 @@ class Streams:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Leaves every stream behind as it was found, whatever is drawn inside."""
-        before = self.capture()
+        # As `capture` and `restore`, without the detour over values that `==` compares: this runs for every batch.
+        python, cpu, generators = random.getstate(), torch.get_rng_state(), self.capture_generators()
+        put_numpy_back = numpy_stream.put_aside()
         try:
             yield
         finally:
-            self.restore(before)
+            random.setstate(python)
+            put_numpy_back()
+            torch.set_rng_state(cpu)
+            self.restore(generators)
 
 
 class DrawLog:

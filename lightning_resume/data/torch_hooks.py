@@ -7,18 +7,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-if TYPE_CHECKING:
-    from lightning_resume.data.torch_loader import DataLoaderEngine
+from lightning_resume.data.streams import Streams
+
+
+class Engine(Protocol):
+    """What iterates a loader.
+
+    Attributes:
+        loader: the user's.
+        streams: what may be drawn from in this process.
+        is_persistent: whether its worker processes outlive a pass.
+        current: the pass, with `made` and `read`.
+    """
+
+    loader: Any
+    streams: Streams
+    is_persistent: bool
+    current: Any
 
 
 class GetIterator:
     """Stands in for a loader copy's `_get_iterator`; holds the copy weakly, so that workers end with their pass."""
 
-    def __init__(self, view: DataLoader[Any], engine: DataLoaderEngine) -> None:
+    def __init__(self, view: DataLoader[Any], engine: Engine) -> None:
         self.view, self.engine = weakref.ref(view), engine
 
     def __call__(self) -> Any:
@@ -37,7 +52,7 @@ class GetIterator:
 class NextData:
     """Stands in for an iterator's `_next_data`; persistent iterators serve one pass after the other."""
 
-    def __init__(self, iterator: Any, engine: DataLoaderEngine) -> None:
+    def __init__(self, iterator: Any, engine: Engine) -> None:
         # Weak both ways: the user's loader holds persistent iterators, and an iterator ends its workers when it dies.
         self.iterator, self.engine = weakref.ref(iterator), weakref.ref(engine)
 

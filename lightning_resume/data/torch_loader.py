@@ -20,7 +20,7 @@ from lightning_resume.data.evolving import EvolvingAttributes
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
 from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
-from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators
+from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, turn
 from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerBegin, WorkerStart
@@ -44,6 +44,7 @@ class DataLoaderEngine:
         self.current: LoaderPass | None = None
         self._pending: dict[str, Any] | None = None
         self._workers_to_carry: dict[str, Any] | None = None
+        self._entered: DataLoader[Any] | None = None
 
     def _find_generators(self) -> dict[str, Generator]:
         """Those that are drawn from in this process; workers have copies of the data set's."""
@@ -65,6 +66,7 @@ class DataLoaderEngine:
 
     def _begin(self) -> CountedIterator:
         """The next pass, from its start."""
+        self._make_entered()
         trail = WorkerTrail(self.loader.num_workers)
         if self.is_persistent and self.current is not None and self.loader._iterator is not None:
             trail = self._continued_trail(self.current)
@@ -95,7 +97,14 @@ class DataLoaderEngine:
             progress.has_ended = True
             self._workers_to_carry = workers if self.is_persistent else None
             return progress.count(iter(()))
+        self._entered = view if self.is_persistent else None
         return progress.count(self._iter(view), self)
+
+    def _make_entered(self) -> None:
+        """Starts the workers of a resumed pass that was left before its first batch: at the save they were at work."""
+        view, self._entered = self._entered, None
+        if view is not None and self.current is not None and not self.current.is_made:
+            view._iterator = self.loader._iterator = view._get_iterator()
 
     def _iter(self, view: DataLoader[Any]) -> Iterator[Any]:
         iterator = iter(view)
@@ -186,6 +195,13 @@ class DataLoaderEngine:
             return {**state, "is_iterating": False, "workers": workers}
         return {**state, **progress.state_dict(num_ahead, self._sampler)}
 
+    def _carry(self, state: Mapping[str, Any], has_same_workers: bool) -> None:
+        """Takes over what one pass leaves to the next."""
+        if self.is_persistent and has_same_workers and state.get("workers") is not None:
+            self._workers_to_carry = unpack_workers(state["workers"])
+        if state.get("sampler") is not None and not self.is_iterable:
+            load_idle(self.loader._index_sampler, state["sampler"])
+
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
         """See `ResumableLoader.load_state_dict`."""
         self.held = False
@@ -199,8 +215,8 @@ class DataLoaderEngine:
         elif state["is_iterating"]:
             # Nothing was drawn but the seed of workers that there were not: their pass begins, from that seed.
             self._workers_to_carry = self._workers_of(state)
-        elif self.is_persistent and has_same_workers and state.get("workers") is not None:
-            self._workers_to_carry = unpack_workers(state["workers"])
+        else:
+            self._carry(state, has_same_workers)
         return differences
 
 

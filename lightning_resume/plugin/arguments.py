@@ -9,8 +9,10 @@ from datetime import timedelta
 from lightning_resume.data import changed_workers
 from lightning_resume.data.identity import OVERRIDES
 from lightning_resume.errors import UnsupportedSetupError
+from lightning_resume.plugin import identity
 
-ALLOWED = tuple(sorted({*OVERRIDES.values(), changed_workers.WORD}))
+_WORDS = {*OVERRIDES.values(), *identity.OVERRIDES.values(), identity.MISSING_STREAM, changed_workers.WORD}
+ALLOWED = tuple(sorted(_WORDS))
 
 
 def folder(dirpath: str | os.PathLike[str] | None) -> str | None:
@@ -57,6 +59,16 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def check_item_rng(item_rng: object) -> None:
+    """Refuses what is neither "stock" nor "positional".
+
+    Raises:
+        ValueError: names the argument.
+    """
+    if item_rng not in ("stock", "positional"):
+        raise ValueError(f"item_rng must be 'stock' or 'positional', got {item_rng!r}")
 
 
 def check_interval(train_time_interval: object) -> None:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,15 +19,16 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
-from lightning_resume.plugin import arguments, checks, loops
+from lightning_resume.plugin import arguments, checks, loops, positional
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.history import LossHistory
+from lightning_resume.plugin.identity import has_other_accumulation, look_at_data, trainer_identity
 from lightning_resume.plugin.last import find_last, warn_of_newer
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
-    check_data,
     check_rank_state,
+    check_run,
     enter_epoch,
     enter_first_batch,
 )
@@ -59,6 +60,9 @@ class AtomicResumeCallback(ModelCheckpoint):
         save_on_signal: save when Lightning stops training after SIGTERM.
         max_shard_bytes: size of a safetensors file at which the next one is begun.
         data_version: your own name for the data; a resume with another one is refused.
+        item_rng: "stock": items draw as PyTorch lets them. "positional": order and items follow from (seed, epoch,
+            position) alone, so that a resume may have another number of workers, or of processes with the same global
+            batches; an uninterrupted run draws otherwise than without this callback.
         allow: differences that a resume may accept; each refusal names its word.
 
     A save never interrupts an accumulation window: it waits for the optimizer step. A crash at any point leaves the
@@ -81,12 +85,14 @@ class AtomicResumeCallback(ModelCheckpoint):
         save_on_signal: bool = True,
         max_shard_bytes: int = 2**30,
         data_version: str | None = None,
+        item_rng: Literal["stock", "positional"] = "stock",
         allow: Sequence[str] = (),
     ) -> None:
         self._model_checkpoints: list[ModelCheckpoint] = []
         super().__init__(save_top_k=0)
         self.dirpath = arguments.folder(dirpath)
         self.allow = arguments.allowed(allow)
+        arguments.check_item_rng(item_rng)
         arguments.check_counts(keep_last_k=keep_last_k, max_shard_bytes=max_shard_bytes)
         if every_n_train_steps is not None:
             arguments.check_counts(every_n_train_steps=every_n_train_steps)
@@ -103,6 +109,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         interval = train_time_interval.total_seconds() if train_time_interval is not None else None
         is_default = every_n_train_steps is None and interval is None
         self.async_save, self.data_version = async_save, data_version
+        self.item_rng: str = item_rng
+        self._item_seed: int | None = None
         self.save_on_train_start, self.save_on_train_end = save_on_train_start, save_on_train_end
         self.save_on_signal = save_on_signal
         self.history = LossHistory()
@@ -117,6 +125,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._resumed_from: str | None = None
         self._has_begun = False
         self._optimizers: dict[str, Any] = {}
+        self._configured: dict[str, Any] = {}
+        self._told: set[str] = set()
 
     @property
     def state_key(self) -> str:
@@ -151,10 +161,15 @@ class AtomicResumeCallback(ModelCheckpoint):
             return
         checks.check_folder(self._folder(trainer))
         self._io.run_id = self._io.run_id or uuid.uuid4().hex
+        self._item_seed = positional.fresh_seed(trainer, self.item_rng)
         self._io.fitting = Fitting(
-            trainer.global_rank, trainer.world_size, lambda path, state: self._before_restore(trainer, path, state)
+            trainer.global_rank,
+            trainer.world_size,
+            lambda path, state: self._before_restore(trainer, path, state),
+            may_change_world_size=self._item_seed is not None,
         )
         self._resume, self._resumed_from, self._has_begun = None, None, False
+        self._configured = trainer_identity(trainer)
         loops.install_hooks(
             trainer,
             lambda: self._before_epoch(trainer),
@@ -166,9 +181,11 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _wrap(self, trainer: Trainer, loader: object) -> object:
         if type(loader) is ResumableLoader:
             return loader
-        wrapped = ResumableLoader(loader)
-        if self._resume is not None and trainer.training and self in loops.callbacks(trainer):
-            wrapped.hold()
+        wrapped = positional.wrap(trainer, loader, self._item_seed)
+        if trainer.training and self in loops.callbacks(trainer):
+            look_at_data(wrapped, self._told)
+            if self._resume is not None:
+                wrapped.hold()
         return wrapped
 
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
@@ -179,7 +196,8 @@ class AtomicResumeCallback(ModelCheckpoint):
             raise MissingStateError(
                 f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
             )
-        check_rank_state(checkpoint["rank_state"])
+        check_rank_state(checkpoint["rank_state"], self.allow)
+        positional.check_item_rng(checkpoint, self.item_rng, trainer.world_size)
         self._resumed_from = os.path.abspath(path)
         self._io.run_id = read_index(path).run_id or self._io.run_id
         if os.path.dirname(self._resumed_from) == self.dirpath:
@@ -189,10 +207,13 @@ class AtomicResumeCallback(ModelCheckpoint):
         """Keeps what has to be put back later, when the loop stands where the save was."""
         if trainer.state.fn == TrainerFn.FITTING and "rank_state" in checkpoint and not self._has_begun:
             loops.restore_seeds(checkpoint["rank_state"]["seeds"])
+            self._item_seed = checkpoint["rank_state"]["item_rng"]["seed"]
             self._resume = {
-                **checkpoint["rank_state"],
+                **positional.for_rank(checkpoint, trainer.global_rank),
                 "checkpoint": checkpoint,
                 "optimizer_states": checkpoint["optimizer_states"],
+                "world_size": checkpoint["world_size"],
+                "has_other_accumulation": has_other_accumulation(checkpoint["rank_state"], self._configured),
                 "between_epochs": loops.is_between_epochs(checkpoint["loops"]),
                 "state_dict": checkpoint.get("current_model_state", checkpoint["state_dict"]),
             }
@@ -226,11 +247,11 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_batch(self, trainer: Trainer) -> None:
         if self not in loops.callbacks(trainer):  # a tuner is running its own loop
             return
-        if self._resume is not None:
-            self._finish_resume(trainer)
         if loops.is_fetched_ahead(trainer):
             for loader in loops.train_loaders(trainer):
                 loader.expect_ahead()
+        if self._resume is not None:
+            self._finish_resume(trainer)
         if not self._has_begun:
             self._has_begun = True
             if self.save_on_train_start and not self._saver.last_path:
@@ -254,13 +275,13 @@ class AtomicResumeCallback(ModelCheckpoint):
         state, self._resume = self._resume, None
         if state is None:
             return
-        differences = check_data(trainer, state, self.data_version, self.allow)
+        differences = check_run(trainer, state, self._configured, self.data_version, self.allow)
         if state["moment"] == "hook":
             differences.append("the checkpoint was saved inside a step, not by AtomicResumeCallback")
         else:
             loops.stop_restarting(trainer)
         differences += enter_first_batch(trainer, state, between_epochs=state["between_epochs"], allow=self.allow)
-        verdict = "exact" if not differences else "NOT exact: " + "; ".join(differences)
+        verdict = positional.verdict(differences, state["world_size"], trainer.world_size)
         rank_zero_info(
             f"Resumed from {self._resumed_from!r}: epoch {trainer.current_epoch}, "
             f"batch {loops.batch_in_epoch(trainer)}, global_step {trainer.global_step}: {verdict}"
@@ -313,7 +334,12 @@ class AtomicResumeCallback(ModelCheckpoint):
             return
         loops.drop_loader_state(checkpoint)
         state = capture_rank_state(
-            trainer, moment=self._moment, data_version=self.data_version, optimizers=self._optimizers
+            trainer,
+            moment=self._moment,
+            data_version=self.data_version,
+            schedulers=self._optimizers.get("schedulers", []),
+            item_rng={"kind": self.item_rng, "seed": self._item_seed},
+            configured=self._configured,
         )
         checkpoint[RANK_STATES] = gather(trainer, state)
         checkpoint["world_size"] = trainer.world_size

@@ -26,11 +26,13 @@ class Fitting:
         rank: of this process.
         world_size: number of processes.
         before_restore: called with path and checkpoint before Lightning restores anything; refuses by raising.
+        may_change_world_size: whether a checkpoint of another number of processes is worth reading.
     """
 
     rank: int
     world_size: int
     before_restore: Callable[[str, Mapping[str, Any]], None]
+    may_change_world_size: bool = False
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -97,9 +99,10 @@ class AtomicCheckpointIO(CheckpointIO):
         if self.fitting is None:
             return read_checkpoint(path, exclude={"optimizer_states"})
         num_ranks = read_index(path).num_ranks
-        if num_ranks not in (0, self.fitting.world_size):
+        if num_ranks not in (0, self.fitting.world_size) and not self.fitting.may_change_world_size:
             raise WorldSizeError(num_ranks, self.fitting.world_size)
-        checkpoint = read_checkpoint(path, rank=self.fitting.rank if num_ranks else None)
+        rank = min(self.fitting.rank, num_ranks - 1) if num_ranks else None
+        checkpoint = read_checkpoint(path, rank=rank)
         self.fitting.before_restore(os.fspath(path), checkpoint)
         return checkpoint
 

@@ -80,8 +80,10 @@ def check_model(trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> N
     module = trainer.lightning_module
     saved = checkpoint.get("current_model_state", checkpoint["state_dict"])
     current = module.state_dict()
-    # Under these the module has its own dtype only later.
-    is_converted = trainer.precision not in ("32-true", "16-mixed", "bf16-mixed")
+    # Under these the module has its own dtype only later. A changed precision is refused, or allowed, as such.
+    saved_precision = checkpoint.get("rank_state", {}).get("identity", {}).get("precision", trainer.precision)
+    is_same_precision = saved_precision == trainer.precision
+    is_converted = not is_same_precision or trainer.precision not in ("32-true", "16-mixed", "bf16-mixed")
     differing = {
         name: (_describe(saved[name], is_converted), _describe(value, is_converted))
         for name, value in current.items()
@@ -98,6 +100,29 @@ def _describe(value: Any, without_dtype: bool) -> object:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return tuple(value.shape) if without_dtype else f"{tuple(value.shape)} {value.dtype}"
+
+
+def check_dump(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose weights a save hook has replaced: a resume would train others (ModelPruning does so).
+
+    A module with `strict_loading=False` may leave keys out.
+
+    Raises:
+        UnsupportedSetupError: names the first key.
+    """
+    module = trainer.lightning_module
+    saved = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    for name, value in module.state_dict().items():
+        if not module.strict_loading and name not in saved:
+            continue
+        kept = saved.get(name)
+        is_kept = kept.data_ptr() == value.data_ptr() if isinstance(value, torch.Tensor) and kept is not None else True
+        if name not in saved or not is_kept:
+            raise UnsupportedSetupError(
+                "a save hook that replaces weights",
+                f"{name!r} in the checkpoint is not the module's own",
+                "Leave checkpoint['state_dict'] alone in on_save_checkpoint; ModelPruning does not.",
+            )
 
 
 def describe_optimizers(trainer: Trainer) -> dict[str, Any]:

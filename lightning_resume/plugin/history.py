@@ -61,11 +61,11 @@ class LossHistory:
             self._new_steps, self._new_losses = [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"steps": int64 tensor, "losses": float64 tensor}`."""
-        return {"steps": self.steps, "losses": self.losses}
+        """`{"steps": int64 tensor, "losses": float64 tensor, "last_step": int}`."""
+        return {"steps": self.steps, "losses": self.losses, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned."""
         self._steps, self._losses = state["steps"], state["losses"]
         self._new_steps, self._new_losses = [], []
-        self._last_step = int(self._steps[-1]) if len(self._steps) else 0
+        self._last_step = state["last_step"]

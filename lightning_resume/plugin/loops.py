@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader import ResumableLoader
@@ -38,7 +39,9 @@ def is_dry_run(trainer: Trainer) -> bool:
 def last_of_others(trainer: Trainer, callback: Callback) -> set[str]:
     """What the other checkpoint callbacks answer to `ckpt_path="last"`."""
     others = [c for c in callbacks(trainer) if isinstance(c, ModelCheckpoint) and c is not callback]
-    return set().union(*(other._find_last_checkpoints(trainer) for other in others))
+    found = {c.ckpt_path for c in callbacks(trainer) if isinstance(c, OnExceptionCheckpoint)}
+    found = found.union(*(other._find_last_checkpoints(trainer) for other in others))
+    return {path for path in found if os.path.exists(path)}
 
 
 def has_data(trainer: Trainer) -> bool:
@@ -204,6 +207,12 @@ def begin_pass(trainer: Trainer, combined_state: Mapping[str, Any] | None) -> No
             iterator._consumed = [a or b for a, b in zip(combined_state["consumed"], now, strict=True)]  # type: ignore[union-attr]
 
 
+def combined_mode(trainer: Trainer) -> str | None:
+    """How several training loaders take turns; None where there is one."""
+    combined = trainer.fit_loop._combined_loader
+    return combined._mode if combined is not None and len(combined.flattened) > 1 else None
+
+
 def combined_state(trainer: Trainer) -> dict[str, Any]:
     """Where the combined loader stands in its round."""
     combined = trainer.fit_loop._combined_loader
@@ -241,6 +250,7 @@ def capture_extras(trainer: Trainer) -> dict[str, Any]:
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "should_stop": trainer.should_stop and not _is_out_of_time(trainer),
         "last_train_dl_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         "last_val_dl_reload_epoch": val_loop._last_val_dl_reload_epoch,
@@ -259,6 +269,7 @@ def restore_extras(trainer: Trainer, extras: Mapping[str, Any]) -> None:
     """Puts back what `capture_extras` returned; sets validation up where it was set up."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
+    trainer.fit_loop.epoch_loop._batches_that_stepped = extras["batches_that_stepped"]
     trainer.fit_loop._last_train_dl_reload_epoch = extras["last_train_dl_reload_epoch"]
     if extras["has_val_loaders"] and val_loop._combined_loader is None:
         trainer.validating = True
@@ -270,20 +281,31 @@ def restore_extras(trainer: Trainer, extras: Mapping[str, Any]) -> None:
 
 
 def capture_module(trainer: Trainer) -> dict[str, Any]:
-    """What a module's `state_dict` leaves out: modes, frozen parameters, buffers that are not persistent, gradients.
-
-    Gradients are kept where they may be needed: with manual optimization the user alone knows when they are cleared.
-    """
+    """What a module's `state_dict` leaves out: modes, frozen parameters, buffers that are not persistent, gradients."""
     module = trainer.lightning_module
     saved = module.state_dict(keep_vars=True)
     return {
         "eval": [name for name, child in module.named_modules() if not child.training],
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in saved},
-        "gradients": {}
-        if module.automatic_optimization
-        else {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None},
+        "gradients": {
+            name: p.grad.detach()
+            for name, p in module.named_parameters()
+            if p.grad is not None and _may_look_at_gradients(trainer)
+        },
     }
+
+
+def _may_look_at_gradients(trainer: Trainer) -> bool:
+    """Whether gradients of the last step may still be wanted before the next backward pass.
+
+    With manual optimization the user alone knows when they are cleared; with automatic optimization Lightning clears
+    them in the next batch, unless that is overridden, and after a hook that may look at them.
+    """
+    module = trainer.lightning_module
+    hooks = [type(callback).on_before_zero_grad is not Callback.on_before_zero_grad for callback in callbacks(trainer)]
+    names = ("optimizer_zero_grad", "on_before_zero_grad")
+    return not module.automatic_optimization or any(hooks) or any(is_overridden(name, module) for name in names)
 
 
 def restore_module(trainer: Trainer, state: Mapping[str, Any]) -> None:

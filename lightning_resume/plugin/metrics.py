@@ -26,6 +26,8 @@ _META_FIELDS = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
+# Restored above all, or settings that the constructor makes.
+_BOOKKEEPING = frozenset({"_update_count", "_computed", "_forward_cache", "training", "_device", "_dtype_convert"})
 _DICTIONARIES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
@@ -129,7 +131,18 @@ def _capture_object(metric: Metric) -> dict[str, Any]:
         "update_count": metric._update_count,
         "computed": _detached(metric._computed),
         "forward_cache": _detached(metric._forward_cache),
+        "others": {
+            name: _copied(value) for name, value in vars(metric).items() if _is_other_state(metric, name, value)
+        },
     }
+
+
+def _is_other_state(metric: Metric, name: str, value: Any) -> bool:
+    """Whether an attribute is state that a wrapper metric keeps for itself, like the least value of a MinMaxMetric."""
+    if name in metric._defaults or name in _BOOKKEEPING:
+        return False
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(v, torch.Tensor | int | float | str | None) for v in values)
 
 
 def _restore_object(metric: Metric, saved: Mapping[str, Any], device: torch.device) -> None:
@@ -138,6 +151,8 @@ def _restore_object(metric: Metric, saved: Mapping[str, Any], device: torch.devi
     metric._update_count = saved["update_count"]
     metric._computed = _to(saved["computed"], device)
     metric._forward_cache = _to(saved["forward_cache"], device)
+    for name, value in saved["others"].items():
+        setattr(metric, name, [_to(v, device) for v in value] if isinstance(value, list) else _to(value, device))
 
 
 def _copied(value: Any) -> Any:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
-from lightning_resume.data.identity import check_data_version, check_identity, loader_identity
+from lightning_resume.data.identity import settle
+from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.errors import MissingStateError, StateMismatchError
-from lightning_resume.plugin import averaging, loops
+from lightning_resume.plugin import averaging, identity, loops
+from lightning_resume.plugin.checks import describe_optimizers
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.rng import RNGState
 
 _KEYS = (
     "moment",
     "seeds",
+    "item_rng",
     "batch_in_epoch",
     "identity",
     "rng",
@@ -33,7 +38,13 @@ _KEYS = (
 
 
 def capture_rank_state(
-    trainer: Trainer, *, moment: str, data_version: str | None, optimizers: Mapping[str, Any]
+    trainer: Trainer,
+    *,
+    moment: str,
+    data_version: str | None,
+    schedulers: list[str],
+    item_rng: Mapping[str, Any],
+    configured: Mapping[str, Any],
 ) -> dict[str, Any]:
     """This rank's state, in plain containers and tensors. Draws no number, moves no stream.
 
@@ -41,22 +52,22 @@ def capture_rank_state(
         trainer: a trainer that is fitting.
         moment: "cut" between two batches, "end" when training has ended, "hook" anywhere else.
         data_version: the user's own name for the data.
-        optimizers: what `describe_optimizers` said when the fit began; callbacks add schedulers later.
+        schedulers: their classes when the fit began; callbacks add others later.
+        item_rng: kind and seed of the items' randomness.
+        configured: what `trainer_identity` said before the fit began; callbacks change settings later.
     """
     ahead = loops.num_batches_ahead(trainer)
     return {
         "moment": moment,
         "batch_in_epoch": loops.batch_in_epoch(trainer),
-        "identity": {
-            "data_version": data_version,
-            "loaders": [loader_identity(loader) for loader in loops.train_loaders(trainer)],
-        },
+        "identity": identity.describe_run(trainer, configured, data_version, item_rng),
         "seeds": loops.capture_seeds(),
+        "item_rng": dict(item_rng),
         "rng": RNGState.capture().state_dict(),
         "generators": pack(Streams(loops.held_generators(trainer)).capture_generators()),
         "loaders": [loader.state_dict(ahead) for loader in loops.train_loaders(trainer)],
-        "val_loaders": [loader.state_dict() for loader in loops.val_loaders(trainer)],
-        "optimizers": dict(optimizers),
+        "val_loaders": [_idle_state(loader, moment) for loader in loops.val_loaders(trainer)],
+        "optimizers": {**describe_optimizers(trainer), "schedulers": schedulers},
         "averaging": averaging.places_set_up(trainer),
         "combined": loops.combined_state(trainer),
         "extras": loops.capture_extras(trainer),
@@ -65,7 +76,7 @@ def capture_rank_state(
     }
 
 
-def check_rank_state(state: Mapping[str, Any]) -> None:
+def check_rank_state(state: Mapping[str, Any], allow: Collection[str]) -> None:
     """Refuses a state that lacks a part, before anything is restored.
 
     Raises:
@@ -74,27 +85,48 @@ def check_rank_state(state: Mapping[str, Any]) -> None:
     for key in _KEYS:
         if key not in state:
             raise MissingStateError(f"rank state {key!r}")
-    RNGState.from_state_dict(state["rng"])
+    for name in identity.missing_streams(state["rng"]):
+        if identity.MISSING_STREAM not in allow:
+            words = (identity.MISSING_STREAM,)
+            remedy = f"Resume from another checkpoint, or let it go on as it stands now with allow={words!r}."
+            raise MissingStateError(f"random stream {name!r}", remedy)
+    _streams_of(state)
 
 
-def check_data(
-    trainer: Trainer, state: Mapping[str, Any], data_version: str | None, allow: Collection[str]
+def check_run(
+    trainer: Trainer,
+    state: Mapping[str, Any],
+    configured: Mapping[str, Any],
+    data_version: str | None,
+    allow: Collection[str],
 ) -> list[str]:
-    """Compares the loaders with those of the save; returns the differences that `allow` lets pass."""
-    current = [loader_identity(loader) for loader in loops.train_loaders(trainer)]
-    saved = state["identity"]
-    return [
-        *check_data_version(saved["data_version"], data_version, allow),
-        *check_identity(saved["loaders"], current, allow),
-    ]
+    """Compares data, settings and devices with those of the save.
+
+    Returns:
+        The differences that `allow` lets pass, one text each.
+
+    Raises:
+        StateMismatchError: some are not allowed; a DataChangedError where the first of them concerns the data.
+    """
+    allowed = settle(identity.run_differences(trainer, state, configured, data_version), allow)
+    return allowed + [f"random stream {name!r}: absent" for name in identity.missing_streams(state["rng"])]
+
+
+def _streams_of(state: Mapping[str, Any]) -> RNGState:
+    """The saved global streams; what a resume was allowed to go on without stays as it is now."""
+    now = RNGState.capture().state_dict()
+    saved = {**now, **state["rng"]}
+    if len(saved["cuda"]) not in (0, torch.cuda.device_count()):
+        saved["cuda"] = now["cuda"]
+    return RNGState.from_state_dict(saved)
 
 
 def enter_epoch(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Before an epoch that follows a checkpoint taken between epochs: streams and metrics as they stood."""
-    loops.restore_extras(trainer, state["extras"])
+    loops.restore_extras(trainer, identity.extras_to_restore(trainer, state))
     restore_dictionaries(trainer, state["metrics"])
     Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
-    RNGState.from_state_dict(state["rng"]).restore()
+    _streams_of(state).restore()
 
 
 def enter_first_batch(
@@ -106,13 +138,9 @@ def enter_first_batch(
         The differences that `allow` lets pass.
     """
     if not between_epochs:
-        loops.restore_extras(trainer, state["extras"])
+        loops.restore_extras(trainer, identity.extras_to_restore(trainer, state))
     differences = _restore_val_loaders(trainer, state["val_loaders"], allow)
-    loaders = loops.train_loaders(trainer)
-    if len(loaders) != len(state["loaders"]):
-        raise StateMismatchError("number of training loaders", len(state["loaders"]), len(loaders))
-    for loader, saved in zip(loaders, state["loaders"], strict=True):
-        differences += loader.load_state_dict({**saved, "is_iterating": False} if between_epochs else saved, allow)
+    differences += _restore_loaders(trainer, state, allow, between_epochs=between_epochs)
     if between_epochs:
         # The pass begins live, from the streams as they stand now: the epoch's hooks may have drawn.
         loops.begin_pass(trainer, None)
@@ -121,10 +149,34 @@ def enter_first_batch(
     loops.restore_module(trainer, state["module"])
     Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
     restore_metrics(trainer, state["metrics"])
-    RNGState.from_state_dict(state["rng"]).restore()
+    _streams_of(state).restore()
     # Leaves the streams as it finds them, except where a pass had not really begun: that one begins now, live.
-    loops.begin_pass(trainer, state["combined"])
+    is_same_round = identity.has_same_turns(trainer, state)
+    loops.begin_pass(trainer, state["combined"] if is_same_round else {**state["combined"], "consumed": None})
     return differences
+
+
+def _restore_loaders(
+    trainer: Trainer, state: Mapping[str, Any], allow: Collection[str], *, between_epochs: bool
+) -> list[str]:
+    """Puts the loaders where they stood; one of another kind or without a saved place, if allowed, begins afresh."""
+    differences: list[str] = []
+    for loader, saved in zip_longest(loops.train_loaders(trainer), state["loaders"]):
+        if loader is None:
+            continue
+        fresh = {**loader.state_dict(), "is_iterating": False}
+        if saved is None or saved["kind"] != fresh["kind"]:
+            differences += loader.load_state_dict(fresh, allow)
+        else:
+            differences += loader.load_state_dict({**saved, "is_iterating": False} if between_epochs else saved, allow)
+    return differences
+
+
+def _idle_state(loader: ResumableLoader, moment: str) -> dict[str, Any]:
+    """A validation loader's state; outside a hook its pass is over, and what its workers still read is waited for."""
+    if moment != "hook":
+        loader.finish_pass()
+    return loader.state_dict()
 
 
 def _restore_val_loaders(trainer: Trainer, states: list[dict[str, Any]], allow: Collection[str]) -> list[str]:

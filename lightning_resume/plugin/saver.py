@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_resume.catalog import prune_checkpoints, step_dirname
 from lightning_resume.errors import ResumeError
 from lightning_resume.plugin import loops
+from lightning_resume.plugin.checks import check_dump
 from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
 from lightning_resume.policy import Cadence, stretched_interval, to_prune
@@ -68,6 +69,7 @@ class Saver:
         begun = time.monotonic()
         path = os.path.join(folder, step_dirname(trainer.global_step))
         checkpoint = loops.dump(trainer)
+        check_dump(trainer, checkpoint)
         failure = decide(trainer, _write(trainer, checkpoint, path))
         self.begin(trainer.global_step, time.monotonic())
         if failure is not None:

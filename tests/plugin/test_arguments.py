@@ -159,3 +159,19 @@ def test_pruning_is_refused(permanent: bool, tmp_path: Path) -> None:
         make_trainer(tmp_path, pruning, plugin(tmp_path / "ck")).fit(module, loader())
 
     assert module.rows == []
+
+
+def test_a_save_hook_that_replaces_weights_is_refused(tmp_path: Path) -> None:
+    """`on_save_checkpoint` writes other weights than those that are trained: the first save names one of them."""
+    module = NotedToy()
+
+    def halve(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value / 2 for name, value in checkpoint["state_dict"].items()}
+
+    module.on_save_checkpoint = halve
+
+    with pytest.raises(UnsupportedSetupError, match=r"net\.0\.weight"):
+        make_trainer(tmp_path, plugin(tmp_path / "ck")).fit(module, loader())
+
+    assert module.rows == []
+    assert not list((tmp_path / "ck").glob("step-*"))

@@ -77,6 +77,8 @@ class Reduced(Module):
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx=torch.max, batch_size=size)
         if batch_idx % 2:
             self.log("odd_loss", loss, on_step=False, on_epoch=True, batch_size=size)
+        if self.current_epoch == 1:
+            self.log("second_epoch_loss", loss, on_step=True, on_epoch=True, batch_size=size)
         self.log("seen", float(batch_idx), prog_bar=True, logger=False)
         self.note_loss(loss, size)
         return loss

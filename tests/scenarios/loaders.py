@@ -91,10 +91,10 @@ class StreamOfStatefulIterators(IterableDataset[Any]):
 
 
 class ScaledLoader(DataLoader[Any]):
-    """A subclass with arguments of its own, none of DataLoader's, and an `__iter__` that changes batches."""
+    """A subclass with arguments of its own, and an `__iter__` that changes batches."""
 
-    def __init__(self, num_items: int, *, scale: float, **workers: Any) -> None:
-        super().__init__(Items(num_items), BATCH_SIZE, shuffle=True, **workers)
+    def __init__(self, num_items: int, *, scale: float, **rest: Any) -> None:
+        super().__init__(**{"dataset": Items(num_items), "batch_size": BATCH_SIZE, "shuffle": True, **rest})
         self.scale = scale
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,6 +114,13 @@ class Batches:
 
 class StreamOfBatches(Batches, IterableDataset[Any]):
     """An iterable data set that yields whole batches, each worker all of them."""
+
+
+class WholeBatches(Items):
+    """Item i of this map-style data set is a batch of two."""
+
+    def __getitem__(self, index: int) -> Any:
+        return default_collate([super(WholeBatches, self).__getitem__(index + 1) for _ in range(2)])
 
 
 class SizedBatches(Batches):
@@ -188,13 +195,15 @@ def _with_workers(name: str, make: Any, kinds: tuple[str, ...] = ("no_workers", 
 SCENARIOS: dict[str, Scenario] = {
     # iterable data sets
     **_with_workers("sized_stream", lambda **w: loader(SizedStream(), **w), ("no_workers", "workers", "persistent")),
-    **_with_workers("stateful_stream", lambda **w: loader(StatefulStream(), **w)),
+    **_with_workers("stateful_stream", lambda **w: loader(StatefulStream(), **w), tuple(WORKERS)),
     **_with_workers("stateful_iterators", lambda **w: loader(StreamOfStatefulIterators(), **w)),
     "stream_shorter_than_claimed": scenario(lambda _: loader(SizedStream(24, claimed=32))),
     "stream_shorter_than_claimed_workers": scenario(lambda _: loader(SizedStream(24, claimed=32), num_workers=2)),
     **_with_workers("stream_of_batches", lambda **w: loader(StreamOfBatches(), batch_size=None, **w)),
     # torchdata
-    **_with_workers("torchdata_map", lambda **w: StatefulDataLoader(Items(), BATCH_SIZE, shuffle=True, **w)),
+    **_with_workers(
+        "torchdata_map", lambda **w: StatefulDataLoader(Items(), BATCH_SIZE, shuffle=True, **w), tuple(WORKERS)
+    ),
     **_with_workers("torchdata_stream", lambda **w: StatefulDataLoader(Stream(), BATCH_SIZE, **w)),
     **_with_workers("torchdata_stateful_stream", lambda **w: StatefulDataLoader(StatefulStream(), BATCH_SIZE, **w)),
     # subclasses, and no DataLoader at all
@@ -220,6 +229,10 @@ SCENARIOS: dict[str, Scenario] = {
         lambda _: {"a": loader(Items(), shuffle=True), "b": [loader(Items(14), shuffle=True), ListOfBatches()]}
     ),
     # how batches are made and taken
+    **_with_workers("unbatched", lambda **w: loader(WholeBatches(6), batch_size=None, shuffle=True, **w)),
+    "worker_init_fn": scenario(
+        lambda _: loader(Items(), shuffle=True, num_workers=2, worker_init_fn=lambda worker: random.seed(worker))
+    ),
     "collate_drops_items": scenario(lambda _: loader(Items(), shuffle=True, collate_fn=drop_some)),
     "collate_drops_items_workers": scenario(
         lambda _: loader(Items(), shuffle=True, collate_fn=drop_some, num_workers=2)

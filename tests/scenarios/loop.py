@@ -25,6 +25,7 @@ from .parts import (
     Scenario,
     Stream,
     ValidatedModule,
+    global_noise,
     loader,
     scenario,
     small_net,
@@ -65,6 +66,60 @@ class Toggles(Callback):
         first = next(iter(pl_module.net.children()))
         first.requires_grad_(trainer.current_epoch != 1)
         pl_module.net[1].train(trainer.current_epoch == 0)
+
+
+class Draws(Callback):
+    """Draws random numbers in every hook that a run with and without checkpoints calls equally often."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        global_noise()
+
+    on_fit_start = on_train_epoch_start = on_train_epoch_end = on_train_start
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        global_noise()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        global_noise()
+
+
+class DrawsWhenSaving(Callback):
+    """Draws random numbers whenever a checkpoint is made."""
+
+    def state_dict(self) -> dict[str, Any]:
+        global_noise()
+        return {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        global_noise()
+
+
+class Curriculum(Callback):
+    """Keeps a number of its own, on which training depends."""
+
+    def __init__(self) -> None:
+        self.difficulty = 1.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.difficulty *= 1.1
+        pl_module.net[3].p = 0.5 - 0.3 / self.difficulty
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"difficulty": self.difficulty}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.difficulty = state_dict["difficulty"]
+
+
+class SkipsSteps(Module):
+    """Makes no step for some batches, and ends the second epoch early."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (1, 4) else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else loss
 
 
 class Unfreezes(BaseFinetuning):
@@ -127,6 +182,9 @@ VALIDATION: dict[str, Scenario] = {
         lambda: loader(Items(16), shuffle=True, **PERSISTENT), trainer={"limit_val_batches": 2}
     ),
     "validate_without_sanity_check": _validated(trainer={"num_sanity_val_steps": 0, "val_check_interval": 2}),
+    "validate_and_accumulate_workers": _validated(
+        data=_shuffled(**TWO), trainer={"val_check_interval": 3, "accumulate_grad_batches": 4}
+    ),
     "stops_early": _validated(
         metric=(1.0, 0.9, 0.95, 0.8, 0.85, 0.86, 0.87, 0.7),
         max_epochs=6,
@@ -178,6 +236,12 @@ STEPS: dict[str, Scenario] = {
     "compiled": scenario(module={"net": lambda: torch.compile(small_net(), backend="eager")}),
     "buffer_not_persistent": scenario(module_class=Remembers),
     "callback_toggles_modes": scenario(callbacks=lambda: [Toggles()]),
+    "hooks_draw": scenario(callbacks=lambda: [Draws()]),
+    "hooks_draw_workers": scenario(_shuffled(**TWO), callbacks=lambda: [Draws()]),
+    "saving_draws": scenario(callbacks=lambda: [DrawsWhenSaving()]),
+    "callback_with_state": scenario(callbacks=lambda: [Curriculum()]),
+    "steps_skipped": scenario(max_epochs=4, module_class=SkipsSteps),
+    "saves_every_third_step": scenario(_shuffled(**TWO), plugin={"every_n_train_steps": 3, "async_save": True}),
     "finetuning": scenario(module_class=TrainsTheTrainable, callbacks=lambda: [Unfreezes()]),
     "learning_rates_logged": scenario(
         callbacks=lambda: [LearningRateMonitor(logging_interval="step", log_momentum=True)]

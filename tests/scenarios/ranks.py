@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanMetric
 
-from .parts import BATCH_SIZE, Items, Scenario, Stream, ValidatedModule, join, loader, scenario
-from .samplers import SortedBatches
+from .loaders import ScaledLoader
+from .optimizers import Adversaries
+from .parts import BATCH_SIZE, Buckets, Items, Scenario, Stream, ValidatedModule, join, loader, scenario
+from .samplers import OwnGenerator, SortedBatches
 
 
 class Synchronised(ValidatedModule):
@@ -30,6 +36,13 @@ class Synchronised(ValidatedModule):
         self.log("val_size", float(len(join(batch)[0])), sync_dist=True, reduce_fx="sum")
 
 
+class Scaled(LightningDataModule):
+    """A loader with arguments of its own, which Lightning has to make again with a sampler for each process."""
+
+    def train_dataloader(self) -> ScaledLoader:
+        return ScaledLoader(48, scale=0.5)
+
+
 def _two(data: Any = None, **rest: Any) -> Scenario:
     """Two processes, six batches each in an epoch."""
     data = data or (lambda _: loader(Items(48), shuffle=True))
@@ -45,6 +58,17 @@ SCENARIOS: dict[str, Scenario] = {
     "ddp_validate": _two(module_class=ValidatedModule, trainer={"val_check_interval": 4}),
     "ddp_synchronised_logging": _two(module_class=Synchronised),
     "ddp_stream": _two(lambda _: loader(Stream())),
+    "ddp_buckets": _two(
+        lambda _: loader(Items(48), batch_sampler=Buckets(24)), trainer={"use_distributed_sampler": False}
+    ),
+    "ddp_loader_subclass": _two(lambda _: Scaled()),
+    "ddp_torchdata": _two(lambda _: StatefulDataLoader(Items(48), BATCH_SIZE, shuffle=True)),
+    "ddp_own_generator": _two(lambda _: loader(Items(48), sampler=OwnGenerator(np.random.default_rng(3), 48))),
+    "ddp_weighted": _two(
+        lambda _: loader(Items(48), sampler=WeightedRandomSampler([1.0 + i % 3 for i in range(48)], 48))
+    ),
+    "ddp_by_hand": _two(module_class=Adversaries, trainer={"strategy": "ddp_fork_find_unused_parameters_true"}),
+    "ddp_averaged": _two(callbacks=lambda: [EMAWeightAveraging(decay=0.9)]),
     "ddp_batch_sampler_extra_argument": _two(
         lambda _: loader(Items(48), batch_sampler=SortedBatches(RandomSampler(Items(48)), BATCH_SIZE, True))
     ),

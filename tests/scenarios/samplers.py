@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
 )
 
 from .parts import BATCH_SIZE, NUM_ITEMS, WORKERS, Items, Module, Scenario, join, loader, scenario, vector
@@ -44,19 +46,19 @@ class DrawsEachIndex(Sampler[int]):
 class OwnGenerator(Sampler[int]):
     """Draws every index from a generator of its own, which is never seeded again."""
 
-    def __init__(self, generator: Any) -> None:
-        self.rng = generator
+    def __init__(self, generator: Any, num_items: int = NUM_ITEMS) -> None:
+        self.rng, self.num_items = generator, num_items
 
     def __len__(self) -> int:
-        return NUM_ITEMS
+        return self.num_items
 
     def __iter__(self) -> Iterator[int]:
-        for _ in range(NUM_ITEMS):
+        for _ in range(self.num_items):
             if isinstance(self.rng, torch.Generator):
-                yield int(torch.randint(NUM_ITEMS, (), generator=self.rng))
+                yield int(torch.randint(self.num_items, (), generator=self.rng))
             else:
                 draw = self.rng.integers if isinstance(self.rng, np.random.Generator) else self.rng.randrange
-                yield int(draw(NUM_ITEMS))
+                yield int(draw(self.num_items))
 
 
 class EpochOrder(Sampler[int]):
@@ -128,6 +130,19 @@ class NoisyItems(Dataset[Any]):
         if isinstance(self.rng, torch.Generator):
             return vector(index, float(torch.rand((), generator=self.rng)))
         return vector(index, float(self.rng.random()))
+
+
+class NoisyStream(IterableDataset[Any]):
+    """A stream that holds a generator, for its order and its noise."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(12)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        mine = np.arange(NUM_ITEMS) if info is None else np.arange(info.id, NUM_ITEMS, info.num_workers)
+        for index in self.rng.permutation(mine):
+            yield vector(int(index), float(self.rng.random()))
 
 
 class NoisyCollate:
@@ -204,6 +219,8 @@ SCENARIOS: dict[str, Scenario] = {
     "set_epoch_persistent": _sampled(EpochOrder, **PERSISTENT),
     "own_state_sampler": _sampled(Remembering),
     "own_state_sampler_workers": _sampled(Remembering, **TWO),
+    "own_state_sampler_persistent": _sampled(Remembering, **PERSISTENT),
+    "own_state_inside_batch_sampler": _batched(lambda: SortedBatches(Remembering(), BATCH_SIZE, True)),
     "batch_sampler_extra_argument": _batched(lambda: SortedBatches(RandomSampler(Items()), BATCH_SIZE, True, 3)),
     "batch_sampler_extra_argument_workers": _batched(
         lambda: SortedBatches(RandomSampler(Items()), BATCH_SIZE, True, num_together=3), **TWO
@@ -219,6 +236,9 @@ SCENARIOS: dict[str, Scenario] = {
     "held_torch_generator_workers": scenario(
         lambda _: loader(NoisyItems(torch.Generator().manual_seed(9)), shuffle=True, **TWO)
     ),
+    "held_by_stream": scenario(lambda _: loader(NoisyStream())),
+    "held_by_stream_workers": scenario(lambda _: loader(NoisyStream(), **TWO)),
+    "held_by_stream_persistent": scenario(lambda _: loader(NoisyStream(), **PERSISTENT)),
     "held_by_collate": scenario(lambda _: loader(Items(), shuffle=True, collate_fn=NoisyCollate())),
     "held_by_collate_workers": scenario(lambda _: loader(Items(), shuffle=True, collate_fn=NoisyCollate(), **TWO)),
     "held_by_module": scenario(module_class=NoisyModule),
