@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from toy import Toy, ToyItems
 
-from lightning_resume import AtomicResumeCallback
+from lightning_resume import AtomicResumeCallback, RNGState
 
 
 class Stop(Exception):
@@ -91,3 +92,18 @@ def same_state(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return list(left) == list(right) and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
+
+
+def refused(module: LightningModule, path: Path, folder: Path, error: type[Exception], **keywords: Any) -> Any:
+    """Resumes from `path`, checks that nothing was trained or restored, and returns the error."""
+    before, streams = copies(module), RNGState.capture().state_dict()
+    trainer = make_trainer(folder, plugin(folder / "new"), **keywords)
+
+    with pytest.raises(error) as caught:
+        trainer.fit(module, loader(), ckpt_path=path)
+
+    assert module.rows == []
+    assert same_state(copies(module), before)
+    assert str(RNGState.capture().state_dict()) == str(streams)
+    assert not (folder / "new").exists() or not list((folder / "new").glob("step-*"))
+    return caught.value

@@ -22,7 +22,7 @@ import torch
 Generator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 MAX_OBJECTS = 20_000
-MAX_ITEMS = 64  # of a container: generators are few, data is much
+MAX_ITEMS = 4096  # of a container: generators are few, data is much
 _LEAVES = (
     str,
     bytes,

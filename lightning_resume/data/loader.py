@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_resume.data.plain_loader import IterableEngine
+from lightning_resume.data.position import CountedIterator
 from lightning_resume.data.positional import Positional
 from lightning_resume.data.positional_loader import PositionalEngine
 from lightning_resume.data.torch_loader import DataLoaderEngine
@@ -72,6 +73,18 @@ class ResumableLoader:
     def expect_ahead(self) -> None:
         """Says that from now on a batch may be handed out before the one before it is trained."""
         self.__dict__["_engine"].expects_ahead = True
+
+    def follow(self, iterator: object) -> None:
+        """Names the pass that is trained from, where somebody else may have begun one since.
+
+        Args:
+            iterator: what `iter` returned for that pass; anything else changes nothing.
+        """
+        if isinstance(iterator, CountedIterator):
+            self.__dict__["_engine"].current = iterator.progress
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ResumableLoader, (self.__dict__["_wrapped"],)
 
     def finish_pass(self) -> None:
         """After the last batch of a pass that was left early: learns where persistent workers stand."""

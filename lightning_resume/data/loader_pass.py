@@ -37,6 +37,7 @@ class LoaderPass(Pass):
         self.num_read = self.position
         self.num_drained = 0
         self.is_made = False
+        self.sampler: FastForwardSampler | None = None
         self.trail, self.resumed, self.state = trail, resumed, state
         self.is_iterable, self.has_workers = engine.is_iterable, engine.loader.num_workers > 0
         self.dataset: Any = engine.loader.dataset
@@ -109,7 +110,7 @@ class LoaderPass(Pass):
         self.num_read += 1
         return batch
 
-    def state_dict(self, num_ahead: int, sampler: FastForwardSampler | None) -> dict[str, Any]:
+    def state_dict(self, num_ahead: int) -> dict[str, Any]:
         """Where the pass stood when all but the last `num_ahead` batches had been handed out."""
         if self.num_read - self.num_drained != self.position:
             raise UnsupportedSetupError(
@@ -129,7 +130,7 @@ class LoaderPass(Pass):
             "do_items_draw": self.do_items_draw,
             "attributes": {"start": self.attributes, "now": now},
             "dataset": self._own_states[-1 - num_ahead] if self.is_stateful else None,
-            "sampler": None if sampler is None else sampler.state_dict(position),
+            "sampler": None if self.sampler is None else self.sampler.state_dict(position),
             "reads": None if self.has_workers else self.reads.state_dict(),
             "workers": pack_workers(self.trail.at(position + self.num_drained)) if self.has_workers else None,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from lightning_resume.data.evolving import EvolvingAttributes
 from lightning_resume.data.held import find_generators
 from lightning_resume.data.position import CountedIterator, Pass, held_pass
 from lightning_resume.data.streams import DrawLog, Streams
@@ -19,8 +20,8 @@ class IterableEngine:
         self.held = False
         self.expects_ahead = False
         self.streams = Streams(find_generators({"loader": loader}))
-        self._pass: Pass | None = None
-        self._reads = DrawLog(self.streams)
+        self.evolving = EvolvingAttributes({"loader": loader}, max_elements=1000)
+        self.current: _IterablePass | None = None
         self._pending: dict[str, Any] | None = None
 
     def iterate(self) -> Iterator[Any]:
@@ -29,11 +30,13 @@ class IterableEngine:
             return held_pass()
         state, self._pending = self._pending, None
         position = state["position"] if state is not None else 0
-        self._pass, self._reads = progress, reads = Pass(position), DrawLog(self.streams)
+        reads = DrawLog(self.streams)
+        self.current = progress = _IterablePass(position, reads, self.evolving.changed())
         if state is None:
             iterator = reads.draw(lambda: iter(self.loader))
         else:
-            progress.has_ended = state["has_ended"]
+            progress.has_ended, progress.attributes = state["has_ended"], state["attributes"]["start"]
+            self.evolving.restore(progress.attributes)
             iterator = self._entered(state, reads)
         return CountedIterator(_drawn(reads, iterator), progress)
 
@@ -56,11 +59,13 @@ class IterableEngine:
         """See `ResumableLoader.state_dict`."""
         if self._pending is not None:
             return self._pending
-        state: dict[str, Any] = {"kind": "iterable", "is_iterating": self._pass is not None}
-        if self._pass is not None:
-            state["position"] = self._pass.position - num_ahead
-            state["has_ended"] = self._pass.has_ended and num_ahead == 0
-            state["reads"] = self._reads.state_dict()
+        progress = self.current
+        state: dict[str, Any] = {"kind": "iterable", "is_iterating": progress is not None}
+        if progress is not None:
+            state["position"] = progress.position - num_ahead
+            state["has_ended"] = progress.has_ended and num_ahead == 0
+            state["reads"] = progress.reads.state_dict()
+            state["attributes"] = {"start": progress.attributes, "now": self.evolving.changed()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
@@ -70,7 +75,22 @@ class IterableEngine:
             raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)
         if state["is_iterating"]:
             self._pending = dict(state)
+        elif "attributes" in state:
+            self.evolving.restore(state["attributes"]["now"])
         return []
+
+
+class _IterablePass(Pass):
+    """One pass over an iterable.
+
+    Attributes:
+        reads: what reading drew.
+        attributes: the iterable's own attributes that had changed when the pass began.
+    """
+
+    def __init__(self, position: int, reads: DrawLog, attributes: Mapping[str, Any]) -> None:
+        super().__init__(position)
+        self.reads, self.attributes = reads, attributes
 
 
 def _drawn(reads: DrawLog, iterator: Iterator[Any]) -> Iterator[Any]:

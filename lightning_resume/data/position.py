@@ -118,7 +118,7 @@ class CountedIterator:
     """A loader's iterator that counts what it hands out."""
 
     def __init__(self, iterator: Iterator[Any], progress: Pass, owner: object = None) -> None:
-        self._iterator, self._progress, self._owner = iterator, progress, owner
+        self._iterator, self.progress, self._owner = iterator, progress, owner
 
     def __iter__(self) -> CountedIterator:
         return self
@@ -127,9 +127,9 @@ class CountedIterator:
         try:
             batch = next(self._iterator)
         except StopIteration:
-            self._progress.has_ended = True
+            self.progress.has_ended = True
             raise
-        self._progress.position += 1
+        self.progress.position += 1
         return batch
 
 

@@ -35,13 +35,19 @@ class FastForwardSampler(Sampler[Any]):
             by batch is recorded draw by draw (about 3 to 8 KB per draw that another part of the program came between).
         generators: name -> generator (torch, numpy or `random.Random`) that the sampler draws from; by default those
             that its attributes lead to, except through its data set.
+        attributes: the sampler's attributes as they were when the process had just built it; by default as they are.
     """
 
-    def __init__(self, sampler: Iterable[Any], generators: Mapping[str, Generator] | None = None) -> None:
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        generators: Mapping[str, Generator] | None = None,
+        attributes: EvolvingAttributes | None = None,
+    ) -> None:
         self.sampler = sampler
         self._streams = Streams(generators if generators is not None else find_sampler_generators(sampler))
         self._log = self._new_log()
-        self._evolving = _watch(sampler)
+        self._evolving = attributes if attributes is not None else watch_sampler(sampler)
         self._attributes = self._evolving.changed()
         self._closed: DrawLog | None = None
         self._position = 0
@@ -191,16 +197,24 @@ def _seeded(sampler: object) -> dict[str, DistributedSampler[Any]]:
 
 def load_idle(sampler: object, state: Mapping[str, Any]) -> None:
     """Brings a sampler that nobody iterates to where it stood between two iterations."""
-    _watch(sampler).restore(state["idle"])
+    watch_sampler(sampler).restore(state["idle"])
 
 
-def _watch(sampler: object) -> EvolvingAttributes:
+def watch_sampler(sampler: object) -> EvolvingAttributes:
+    """Notes a sampler's attributes, and those of the samplers inside it, to see later which have changed."""
     return EvolvingAttributes(_chain(sampler), max_elements=1_000_000)
 
 
 def _chain(sampler: object) -> dict[str, object]:
-    """A sampler and, of a batch sampler, the one inside it."""
-    return {"sampler": sampler, "sampler.sampler": getattr(sampler, "sampler", None)}
+    """A sampler, the one inside it, and so on."""
+    chain: dict[str, object] = {}
+    name = "sampler"
+    while sampler is not None and all(sampler is not owner for owner in chain.values()):
+        chain[name], name = sampler, f"{name}.sampler"
+        inner = getattr(sampler, "sampler", None)
+        # Lightning's distributed wrapper keeps a sampler where others keep their data set.
+        sampler = inner if inner is not None else getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    return chain
 
 
 def _length(sampler: object) -> int | None:

@@ -34,15 +34,15 @@ class GetIterator:
     """Stands in for a loader copy's `_get_iterator`; holds the copy weakly, so that workers end with their pass."""
 
     def __init__(self, view: DataLoader[Any], engine: Engine) -> None:
-        self.view, self.engine = weakref.ref(view), engine
+        self.view, self.engine, self.progress = weakref.ref(view), engine, engine.current
 
     def __call__(self) -> Any:
         """Torch's own iterator over the copy, made as the pass demands."""
-        view, progress = self.view(), self.engine.current
+        view, progress = self.view(), self.progress
         if view is None or progress is None:
             raise RuntimeError("the loader of this pass is gone")
         iterator = progress.made(lambda: type(view)._get_iterator(view), self.engine.streams)
-        iterator._next_data = NextData(iterator, self.engine)
+        iterator._next_data = NextData(iterator, self.engine, progress)
         if self.engine.is_persistent:
             # Where Lightning, and the next pass, look for persistent workers.
             self.engine.loader.__dict__["_iterator"] = iterator
@@ -52,16 +52,18 @@ class GetIterator:
 class NextData:
     """Stands in for an iterator's `_next_data`; persistent iterators serve one pass after the other."""
 
-    def __init__(self, iterator: Any, engine: Engine) -> None:
+    def __init__(self, iterator: Any, engine: Engine, progress: Any) -> None:
+        self.progress = progress
         # Weak both ways: the user's loader holds persistent iterators, and an iterator ends its workers when it dies.
         self.iterator, self.engine = weakref.ref(iterator), weakref.ref(engine)
 
     def __call__(self) -> Any:
-        """The next batch of the engine's current pass."""
+        """The next batch of this iterator's pass."""
         iterator, engine = self.iterator(), self.engine()
-        if iterator is None or engine is None or engine.current is None:
+        if iterator is None or engine is None:
             raise RuntimeError("the loader of this pass is gone")
-        return engine.current.read(iterator, engine)
+        progress = engine.current if engine.is_persistent else self.progress
+        return progress.read(iterator, engine)
 
 
 def turn(iterator: Any, first: int) -> None:

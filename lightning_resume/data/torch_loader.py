@@ -8,7 +8,6 @@ its iterator happens in `_get_iterator`, and what has to happen for each batch i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_resume.data.evolving import EvolvingAttributes
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
 from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
-from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle
+from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle, watch_sampler
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, turn
 from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerBegin, WorkerStart
@@ -38,6 +37,8 @@ class DataLoaderEngine:
         self.is_persistent = loader.num_workers > 0 and loader.persistent_workers
         self.streams = Streams(self._find_generators())
         self.evolving = EvolvingAttributes({"dataset": loader.dataset})
+        self._watched: Any = loader._index_sampler
+        self._sampler_attributes = watch_sampler(self._watched)
         self._sampler: FastForwardSampler | None = None
         self._collate: Any = None
         self._dataset: Any = loader.dataset
@@ -115,12 +116,11 @@ class DataLoaderEngine:
     def _view(self) -> DataLoader[Any]:
         """A copy of the user's loader with the wrapped parts; theirs may have changed since the last pass."""
         loader = self.loader
-        view = copy.copy(loader)
+        view = object.__new__(type(loader))
+        view.__dict__.update(loader.__dict__)
         if not self.is_iterable:
             name = "batch_sampler" if loader._auto_collation else "sampler"
-            if self._sampler is None or self._sampler.sampler is not getattr(loader, name):
-                self._sampler = FastForwardSampler(getattr(loader, name))
-            view.__dict__[name] = self._sampler
+            view.__dict__[name] = self._sampler_of_pass(getattr(loader, name))
         if loader.num_workers > 0:
             if self.is_iterable:
                 if self._dataset is loader.dataset:
@@ -133,6 +133,19 @@ class DataLoaderEngine:
             view.worker_init_fn = WorkerBegin(loader.worker_init_fn, self._collate)
         view.__dict__["_get_iterator"] = GetIterator(view, self)
         return view
+
+    def _sampler_of_pass(self, sampler: Any) -> FastForwardSampler:
+        """A wrapper of the pass's own, so that somebody else's look into the loader leaves it alone.
+
+        Persistent workers are asked through the one that they were started with.
+        """
+        if self._watched is not sampler:
+            self._watched, self._sampler_attributes = sampler, watch_sampler(sampler)
+        if self._sampler is None or not self.is_persistent or self._sampler.sampler is not sampler:
+            self._sampler = FastForwardSampler(sampler, attributes=self._sampler_attributes)
+        if self.current is not None:
+            self.current.sampler = self._sampler
+        return self._sampler
 
     def _start_workers_from(self, view: DataLoader[Any], workers: Mapping[str, Any]) -> None:
         view.worker_init_fn = WorkerStart(self.loader.worker_init_fn, self._collate, **workers)
@@ -193,12 +206,14 @@ class DataLoaderEngine:
             are_running = self.is_persistent and self.loader._iterator is not None
             workers = pack_workers(progress.trail.at(0)) if are_running else None
             return {**state, "is_iterating": False, "workers": workers}
-        return {**state, **progress.state_dict(num_ahead, self._sampler)}
+        return {**state, **progress.state_dict(num_ahead)}
 
     def _carry(self, state: Mapping[str, Any], has_same_workers: bool) -> None:
         """Takes over what one pass leaves to the next."""
         if self.is_persistent and has_same_workers and state.get("workers") is not None:
             self._workers_to_carry = unpack_workers(state["workers"])
+        if "attributes" in state:
+            self.evolving.restore(state["attributes"]["now"])
         if state.get("sampler") is not None and not self.is_iterable:
             load_idle(self.loader._index_sampler, state["sampler"])
 

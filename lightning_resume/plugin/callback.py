@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from lightning_resume.plugin.rank_state import (
     enter_epoch,
     enter_first_batch,
 )
-from lightning_resume.plugin.ranks import gather
+from lightning_resume.plugin.ranks import decide, gather
 from lightning_resume.plugin.saver import Saver
 from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence
 from lightning_resume.rng import RNGState
@@ -124,6 +125,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
         self._has_begun = False
+        self._trainer: weakref.ref[Trainer] | None = None
         self._optimizers: dict[str, Any] = {}
         self._configured: dict[str, Any] = {}
         self._told: set[str] = set()
@@ -160,12 +162,14 @@ class AtomicResumeCallback(ModelCheckpoint):
         if stage != "fit" or loops.is_dry_run(trainer):
             return
         checks.check_folder(self._folder(trainer))
-        self._io.run_id = self._io.run_id or uuid.uuid4().hex
+        if self._trainer is None or self._trainer() is not trainer:  # the same one goes on with its own run
+            self._trainer, self._io.run_id = weakref.ref(trainer), uuid.uuid4().hex
         self._item_seed = positional.fresh_seed(trainer, self.item_rng)
         self._io.fitting = Fitting(
             trainer.global_rank,
             trainer.world_size,
             lambda path, state: self._before_restore(trainer, path, state),
+            agree=lambda path: decide(trainer, path),
             may_change_world_size=self._item_seed is not None,
         )
         self._resume, self._resumed_from, self._has_begun = None, None, False
@@ -183,6 +187,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             return loader
         wrapped = positional.wrap(trainer, loader, self._item_seed)
         if trainer.training and self in loops.callbacks(trainer):
+            checks.check_loader(loader)
             look_at_data(wrapped, self._told)
             if self._resume is not None:
                 wrapped.hold()
@@ -230,7 +235,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             loops.reinstate(trainer, self._resume.pop("checkpoint"))
             loops.restore_double(trainer, self._resume.pop("state_dict"))
             trainer.should_stop = self._resume["extras"]["should_stop"]
-        elif trainer.is_global_zero and not loops.is_dry_run(trainer):
+        if trainer.is_global_zero and not loops.is_dry_run(trainer):
             checks.check_unused(self._folder(trainer), self._io.run_id)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -247,6 +252,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_batch(self, trainer: Trainer) -> None:
         if self not in loops.callbacks(trainer):  # a tuner is running its own loop
             return
+        loops.follow_passes(trainer)
         if loops.is_fetched_ahead(trainer):
             for loader in loops.train_loaders(trainer):
                 loader.expect_ahead()
@@ -254,7 +260,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._finish_resume(trainer)
         if not self._has_begun:
             self._has_begun = True
-            if self.save_on_train_start and not self._saver.last_path:
+            if self.save_on_train_start and not self._saver.last_path and not loops.is_lazy(trainer):
                 self._save(trainer, "cut", must_succeed=True)
             return
         if not self._saver.is_due(trainer) or loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):

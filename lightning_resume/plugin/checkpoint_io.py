@@ -26,12 +26,14 @@ class Fitting:
         rank: of this process.
         world_size: number of processes.
         before_restore: called with path and checkpoint before Lightning restores anything; refuses by raising.
+        agree: turns this rank's path into the one that all ranks load.
         may_change_world_size: whether a checkpoint of another number of processes is worth reading.
     """
 
     rank: int
     world_size: int
     before_restore: Callable[[str, Mapping[str, Any]], None]
+    agree: Callable[[str], str] = str
     may_change_world_size: bool = False
 
 
@@ -98,6 +100,7 @@ class AtomicCheckpointIO(CheckpointIO):
             )
         if self.fitting is None:
             return read_checkpoint(path, exclude={"optimizer_states"})
+        path = self.fitting.agree(os.fspath(path))
         num_ranks = read_index(path).num_ranks
         if num_ranks not in (0, self.fitting.world_size) and not self.fitting.may_change_world_size:
             raise WorldSizeError(num_ranks, self.fitting.world_size)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_resume.errors import ModelMismatchError, StateMismatchError, UnsupportedSetupError, WeightsOnlyError
+from lightning_resume.plugin import loops
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.last import step_checkpoints
 
@@ -47,12 +49,28 @@ def check_unused(folder: str, run_id: str | None) -> None:
         )
 
 
-def check_setup(trainer: Trainer) -> None:
-    """Refuses strategies and plugins under which the state is not where this package looks for it.
+def check_loader(loader: object) -> None:
+    """Refuses a training loader whose batches come in no fixed order.
 
     Raises:
-        UnsupportedSetupError: names the strategy or plugin.
+        UnsupportedSetupError: names the setting.
     """
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        raise UnsupportedSetupError(
+            "DataLoader(in_order=False)", "which batch comes next depends on how fast its workers are", "Leave it out."
+        )
+
+
+def check_setup(trainer: Trainer) -> None:
+    """Refuses strategies, plugins and callbacks under which the state is not where this package looks for it.
+
+    Raises:
+        UnsupportedSetupError: names the strategy, plugin or callback.
+    """
+    if any(isinstance(callback, ModelPruning) for callback in loops.callbacks(trainer)):
+        raise UnsupportedSetupError(
+            "the callback ModelPruning", "its masks are in no checkpoint: pruned weights would grow again", "Remove it."
+        )
     strategy = trainer.strategy
     if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise UnsupportedSetupError(
@@ -84,11 +102,11 @@ def check_model(trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> N
     saved_precision = checkpoint.get("rank_state", {}).get("identity", {}).get("precision", trainer.precision)
     is_same_precision = saved_precision == trainer.precision
     is_converted = not is_same_precision or trainer.precision not in ("32-true", "16-mixed", "bf16-mixed")
-    differing = {
-        name: (_describe(saved[name], is_converted), _describe(value, is_converted))
-        for name, value in current.items()
-        if name in saved and _describe(saved[name], is_converted) != _describe(value, is_converted)
-    }
+    differing: dict[str, tuple[object, object]] = {}
+    for name, value in current.items():
+        sides = _describe(saved.get(name), is_converted), _describe(value, is_converted)
+        if name in saved and not name.endswith("_extra_state") and sides[0] != sides[1]:
+            differing[name] = sides
     strict = module.strict_loading
     missing = [name for name in current if name not in saved] if strict else []
     unexpected = [name for name in saved if name not in current] if strict else []

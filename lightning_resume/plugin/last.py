@@ -42,7 +42,7 @@ def find_last(folder: str, others: Collection[str]) -> set[str]:
     """
     # What a kill in the middle of a save leaves is hidden; everything else was good once, or should have been.
     found = [info for info in scan_checkpoints(folder) if not info.path.name.startswith(".")]
-    bad = [info for info in found if info.status in ("corrupt", "incomplete")]
+    bad = [info for info in found if info.status in ("corrupt", "incomplete") or _is_link_to_step(info)]
     for candidate in reversed(step_checkpoints(folder)):
         try:
             verify_checkpoint(candidate.path)
@@ -64,6 +64,10 @@ def find_last(folder: str, others: Collection[str]) -> set[str]:
     warnings.filterwarnings("ignore", message=expected)
     rank_zero_info(f"No checkpoint in {folder!r} yet: training starts from scratch.")
     return set()
+
+
+def _is_link_to_step(info: CheckpointInfo) -> bool:
+    return info.path.is_symlink() and info.path.name.startswith("step-")
 
 
 def _make_newest(path: str, others: Collection[str]) -> None:

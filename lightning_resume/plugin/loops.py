@@ -155,6 +155,11 @@ def is_between_epochs(loops_state: Mapping[str, Any]) -> bool:
     return bool(current["ready"] == current["processed"])
 
 
+def is_lazy(trainer: Trainer) -> bool:
+    """Whether the module has parameters without a shape: there is nothing to save before the first forward pass."""
+    return any(torch.nn.parameter.is_lazy(p) for p in trainer.lightning_module.parameters())
+
+
 def is_inside_window(trainer: Trainer) -> bool:
     """Whether gradients are gathered that no optimizer step has used yet (automatic optimization)."""
     fit_loop = trainer.fit_loop
@@ -222,6 +227,14 @@ def combined_state(trainer: Trainer) -> dict[str, Any]:
         "index": getattr(iterator, "_idx", 0) - num_batches_ahead(trainer),
         "consumed": None if consumed is None else list(consumed),
     }
+
+
+def follow_passes(trainer: Trainer) -> None:
+    """Tells the wrapped loaders which of their passes are trained from: a callback may have looked into them since."""
+    combined = trainer.fit_loop._combined_loader
+    iterators = combined._iterator.iterators if combined is not None and combined._iterator is not None else []
+    for loader, iterator in zip(train_loaders(trainer), iterators, strict=False):
+        loader.follow(iterator)
 
 
 def is_fetched_ahead(trainer: Trainer) -> bool:
@@ -322,6 +335,9 @@ def restore_module(trainer: Trainer, state: Mapping[str, Any]) -> None:
         for name, buffer in state["buffers"].items():
             if name in buffers and buffers[name].shape == buffer.shape:
                 buffers[name].copy_(buffer)
+            else:  # not there yet, or of another size, in a module that was built anew
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner)._buffers[leaf] = buffer.to(trainer.strategy.root_device)
 
 
 def held_generators(trainer: Trainer) -> dict[str, Generator]:

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_resume.catalog import prune_checkpoints, step_dirname
-from lightning_resume.errors import ResumeError
+from lightning_resume.errors import CheckpointExistsError, ResumeError, UnsupportedStateError
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.checks import check_dump
 from lightning_resume.plugin.last import step_checkpoints
@@ -33,6 +33,7 @@ class Saver:
         self._last_step = 0
         self._last_time = 0.0
         self.last_path = ""
+        self._has_saved = False  # with what the first optimizer step adds to the state
 
     def begin(self, global_step: int, now: float, last_path: str | None = None) -> None:
         """Counts from here.
@@ -61,7 +62,8 @@ class Saver:
         """Writes `folder/step-…` from all ranks' states, then prunes.
 
         A failed save leaves the checkpoints before it as they are. It warns, and training goes on, unless
-        `must_succeed`, or it is the first of this run in its folder: nothing would be there.
+        `must_succeed`, or it is the first of this run in its folder (nothing would be there), or the first after an
+        optimizer step finds state that has no encoding.
 
         Returns:
             The newest checkpoint's path: this one, or the one before it if this one failed.
@@ -73,20 +75,24 @@ class Saver:
         failure = decide(trainer, _write(trainer, checkpoint, path))
         self.begin(trainer.global_step, time.monotonic())
         if failure is not None:
-            if must_succeed or not self.last_path:
+            is_first = not self.last_path or (isinstance(failure, UnsupportedStateError) and not self._has_saved)
+            if must_succeed or is_first:
                 raise failure
             rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
             return self.last_path
         self.last_path = path
+        self._has_saved |= trainer.global_step > 0
         if trainer.is_global_zero:
             self._prune(folder)
         self._stretch(time.monotonic() - begun)
         return path
 
     def _prune(self, folder: str) -> None:
+        # Newer ones are of another timeline, which a run that was resumed from an older step has yet to pass.
         paths = {info.global_step or 0: info.path for info in step_checkpoints(folder)}
+        steps = [step for step in paths if step <= self._last_step]
         try:
-            prune_checkpoints([paths[step] for step in to_prune(list(paths), self.keep_last_k)])
+            prune_checkpoints([paths[step] for step in to_prune(steps, self.keep_last_k)])
         except (ResumeError, OSError) as error:
             warnings.warn(f"could not delete old checkpoints in {folder!r}: {error}", stacklevel=2)
 
@@ -106,6 +112,8 @@ class Saver:
 def _write(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Exception | None:
     """Writes on rank 0; returns the failure instead of raising it, so that the other ranks do not wait in vain."""
     try:
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise CheckpointExistsError(path)
         trainer.strategy.save_checkpoint(checkpoint, path)
     except (ResumeError, OSError) as error:
         return error

@@ -225,9 +225,9 @@ SCENARIOS: dict[str, Scenario] = {
     "batch_sampler_extra_argument_workers": _batched(
         lambda: SortedBatches(RandomSampler(Items()), BATCH_SIZE, True, num_together=3), **TWO
     ),
-    "sampler_length_changes": scenario(lambda _: loader(Items(), sampler=EpochOrder((24, 16, 20, 24))), max_epochs=4),
+    "sampler_length_changes": scenario(lambda _: loader(Items(), sampler=EpochOrder((24, 24, 20, 16))), max_epochs=4),
     "sampler_length_changes_workers": scenario(
-        lambda _: loader(Items(), sampler=EpochOrder((24, 16, 20, 24)), **TWO), max_epochs=4
+        lambda _: loader(Items(), sampler=EpochOrder((24, 24, 20, 16)), **TWO), max_epochs=4
     ),
     # generators that the user holds
     "held_by_dataset": scenario(lambda _: loader(NoisyItems(np.random.default_rng(1)), shuffle=True)),
