@@ -74,6 +74,11 @@ class ResumableLoader:
         """Says that from now on a batch may be handed out before the one before it is trained."""
         self.__dict__["_engine"].expects_ahead = True
 
+    def num_read_again(self, state: Mapping[str, Any]) -> int:
+        """How many batches entering a pass from `state` would read again: the cost of a data set without positions."""
+        is_read = state["kind"] == "iterable" or bool(self.__dict__["_engine"].is_replayed(state))
+        return int(state["position"]) if state["is_iterating"] and is_read else 0
+
     def follow(self, iterator: object) -> None:
         """Names the pass that is trained from, where somebody else may have begun one since.
 

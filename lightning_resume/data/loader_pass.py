@@ -86,7 +86,8 @@ class LoaderPass(Pass):
         if reads is not None:
             self.reads.load_state_dict(reads)
         if self.is_replayed:
-            self.reads.replay(self.position, lambda: type(iterator)._next_data(iterator))
+            what = f"reading {self.position} batches again"
+            self.reads.replay(self.position, lambda: type(iterator)._next_data(iterator), what)
         else:
             self.reads.skip(self.position)
 

@@ -45,7 +45,8 @@ class IterableEngine:
             return iter(())
         reads.load_state_dict(state["reads"])
         begun: list[Iterator[Any]] = []
-        reads.replay(state["position"] + 1, lambda: next(begun[0]) if begun else begun.append(iter(self.loader)))
+        what = f"reading {state['position']} batches again"
+        reads.replay(state["position"] + 1, lambda: next(begun[0]) if begun else begun.append(iter(self.loader)), what)
         return begun[0]
 
     def finish_pass(self) -> None:

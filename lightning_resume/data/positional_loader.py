@@ -151,6 +151,10 @@ class PositionalEngine:
         view.__dict__["_get_iterator"] = GetIterator(view, self)
         return view
 
+    def is_replayed(self, state: Mapping[str, Any]) -> bool:
+        """A position is entered by index."""
+        return False
+
     def finish_pass(self) -> None:
         """Nothing has to be known about what ran ahead."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with Lightning
 
 from lightning_resume.data import numpy_stream
 from lightning_resume.data.held import Generator, freeze, get_state, set_state, thaw
@@ -127,10 +128,16 @@ class DrawLog:
         if self.recent:
             self._entries.pop(self.num_draws - 1 - self.recent, None)
 
-    def replay(self, num_draws: int, source: Callable[[], object]) -> None:
-        """Makes the first `num_draws` recorded draws again; the streams are left as found."""
+    def replay(self, num_draws: int, source: Callable[[], object], what: str | None = None) -> None:
+        """Makes the first `num_draws` recorded draws again; the streams are left as found.
+
+        Args:
+            num_draws: how many.
+            source: makes the next draw.
+            what: shown in a progress bar where this takes longer than a moment; None: no bar.
+        """
         with self.streams.isolated():
-            for index in range(num_draws):
+            for index in tqdm(range(num_draws), what, disable=what is None, delay=2.0, leave=False):
                 if index in self._entries:
                     self.streams.restore(self._entries[index])
                 source()

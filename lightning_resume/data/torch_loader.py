@@ -22,7 +22,7 @@ from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pa
 from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle, watch_sampler
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, turn
-from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerBegin, WorkerStart
+from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerBegin, WorkerStart, own_state
 from lightning_resume.errors import StateMismatchError
 
 
@@ -167,6 +167,10 @@ class DataLoaderEngine:
         trail = WorkerTrail(self.loader.num_workers, ends["states"], are_starts_known=not self.is_iterable)
         trail.base_seed = last.trail.base_seed
         return trail
+
+    def is_replayed(self, state: Mapping[str, Any]) -> bool:
+        """Whether a pass is entered by reading: an iterable data set that cannot say where it stands."""
+        return self.is_iterable and own_state(self.loader.dataset) is None
 
     def finish_pass(self) -> None:
         """Reads what the workers were asked for already; where they stand is known then.

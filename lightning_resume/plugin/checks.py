@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,11 +50,17 @@ def check_unused(folder: str, run_id: str | None) -> None:
 
 
 def check_loader(loader: object) -> None:
-    """Refuses a training loader whose batches come in no fixed order.
+    """Refuses a training loader that cannot be entered again: in no fixed order, or used up by one pass.
 
     Raises:
-        UnsupportedSetupError: names the setting.
+        UnsupportedSetupError: names the loader or its setting.
     """
+    if isinstance(loader, Iterator):
+        raise UnsupportedSetupError(
+            f"the training loader {loader!r}",
+            "an iterator can be read once, from where it stands; there is no way back to a position",
+            "Pass an object whose __iter__ begins anew each time: a DataLoader, a list, a class of your own.",
+        )
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         raise UnsupportedSetupError(
             "DataLoader(in_order=False)", "which batch comes next depends on how fast its workers are", "Leave it out."

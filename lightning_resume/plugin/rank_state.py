@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_resume.data.identity import settle
 from lightning_resume.data.loader import ResumableLoader
@@ -168,8 +169,19 @@ def _restore_loaders(
         if saved is None or saved["kind"] != fresh["kind"]:
             differences += loader.load_state_dict(fresh, allow)
         else:
-            differences += loader.load_state_dict({**saved, "is_iterating": False} if between_epochs else saved, allow)
+            saved = {**saved, "is_iterating": False} if between_epochs else saved
+            _tell_cost(loader, saved)
+            differences += loader.load_state_dict(saved, allow)
     return differences
+
+
+def _tell_cost(loader: ResumableLoader, saved: Mapping[str, Any]) -> None:
+    if (count := loader.num_read_again(saved)) > 0:
+        name = type(getattr(loader, "dataset", loader)).__name__
+        rank_zero_info(
+            f"{name} has no positions: {count} batches are read again to get back. "
+            "state_dict() and load_state_dict() of the data set would save that."
+        )
 
 
 def _idle_state(loader: ResumableLoader, moment: str) -> dict[str, Any]:
