@@ -26,6 +26,7 @@ from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointI
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import has_other_accumulation, look_at_data, trainer_identity
 from lightning_resume.plugin.last import find_last, warn_of_newer
+from lightning_resume.plugin.optimizers import describe_optimizers, match_optimizers
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
     check_rank_state,
@@ -125,6 +126,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
         self._has_begun = False
+        self._streams: RNGState | None = None
         self._trainer: weakref.ref[Trainer] | None = None
         self._optimizers: dict[str, Any] = {}
         self._configured: dict[str, Any] = {}
@@ -227,11 +229,12 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module has its precision now, and there are optimizers; their state is not restored yet."""
-        self._optimizers = checks.describe_optimizers(trainer)
+        self._optimizers = describe_optimizers(trainer)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             clean_incomplete(self._folder(trainer))
         if self._resume is not None:
-            checks.check_optimizers(self._resume["optimizers"], self._optimizers)
+            saved = self._resume["optimizers"], self._optimizers, self._resume["optimizer_states"]
+            self._resume["matched"] = match_optimizers(*saved)
             loops.reinstate(trainer, self._resume.pop("checkpoint"))
             loops.restore_double(trainer, self._resume.pop("state_dict"))
             trainer.should_stop = self._resume["extras"]["should_stop"]
@@ -281,7 +284,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         state, self._resume = self._resume, None
         if state is None:
             return
-        differences = check_run(trainer, state, self._configured, self.data_version, self.allow)
+        differences = state["matched"] + check_run(trainer, state, self._configured, self.data_version, self.allow)
         if state["moment"] == "hook":
             differences.append("the checkpoint was saved inside a step, not by AtomicResumeCallback")
         else:
@@ -326,12 +329,12 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, moment: str, *, must_succeed: bool = False) -> None:
-        streams = RNGState.capture()
+        self._streams = streams = RNGState.capture()
         self._moment = moment
         try:
             self._best_model_path = self._saver.save(trainer, self._folder(trainer), must_succeed=must_succeed)
         finally:
-            self._moment = "hook"
+            self._moment, self._streams = "hook", None
             streams.restore()  # a user's own save hooks may have drawn
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -344,6 +347,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             moment=self._moment,
             data_version=self.data_version,
             schedulers=self._optimizers.get("schedulers", []),
+            streams=self._streams,
             item_rng={"kind": self.item_rng, "seed": self._item_seed},
             configured=self._configured,
         )

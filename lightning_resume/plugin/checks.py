@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_resume.errors import ModelMismatchError, StateMismatchError, UnsupportedSetupError, WeightsOnlyError
+from lightning_resume.errors import ModelMismatchError, UnsupportedSetupError, WeightsOnlyError
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.last import step_checkpoints
@@ -147,49 +147,3 @@ def check_dump(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
                 f"{name!r} in the checkpoint is not the module's own",
                 "Leave checkpoint['state_dict'] alone in on_save_checkpoint; ModelPruning does not.",
             )
-
-
-def describe_optimizers(trainer: Trainer) -> dict[str, Any]:
-    """The optimizers and schedulers: classes, and the names of the parameters in each group."""
-    names = {id(p): name for name, p in trainer.lightning_module.named_parameters(remove_duplicate=True)}
-    return {
-        "optimizers": [
-            {
-                "class": type(optimizer).__name__,
-                "groups": [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
-            }
-            for optimizer in trainer.optimizers
-        ],
-        "schedulers": [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
-    }
-
-
-def check_optimizers(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Refuses other optimizers or schedulers, or parameters in another order: each would get another's state.
-
-    Raises:
-        StateMismatchError: names the optimizer and both sides.
-    """
-    for field in ("optimizers", "schedulers"):
-        if len(saved[field]) != len(current[field]):
-            raise StateMismatchError(f"number of {field}", len(saved[field]), len(current[field]))
-    for index, (before, now) in enumerate(zip(saved["optimizers"], current["optimizers"], strict=True)):
-        if before["class"] != now["class"]:
-            raise StateMismatchError(f"class of optimizer {index}", before["class"], now["class"])
-        if before["groups"] != now["groups"]:
-            differing = [_first_difference(a, b) for a, b in zip(before["groups"], now["groups"], strict=False)]
-            sides = next(
-                (d for d in differing if d), (f"{len(before['groups'])} groups", f"{len(now['groups'])} groups")
-            )
-            remedy = "Hand the optimizer the same parameters in the same order."
-            raise StateMismatchError(f"parameters of optimizer {index}", *sides, remedy)
-    if saved["schedulers"] != current["schedulers"]:
-        raise StateMismatchError("classes of the schedulers", saved["schedulers"], current["schedulers"])
-
-
-def _first_difference(saved: list[str], current: list[str]) -> tuple[str, str] | None:
-    for index in range(max(len(saved), len(current))):
-        sides = [names[index] if index < len(names) else "none" for names in (saved, current)]
-        if sides[0] != sides[1]:
-            return f"{sides[0]} at place {index}", f"{sides[1]} at place {index}"
-    return None

@@ -300,7 +300,10 @@ def capture_module(trainer: Trainer) -> dict[str, Any]:
     return {
         "eval": [name for name, child in module.named_modules() if not child.training],
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-        "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in saved},
+        # The checkpoint's state_dict is rank 0's; where DDP does not broadcast buffers, every rank has its own.
+        "buffers": {
+            name: buffer for name, buffer in module.named_buffers() if name not in saved or trainer.global_rank > 0
+        },
         "gradients": {
             name: p.grad.detach()
             for name, p in module.named_parameters()

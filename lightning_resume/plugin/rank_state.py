@@ -15,8 +15,8 @@ from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.errors import MissingStateError, StateMismatchError
 from lightning_resume.plugin import averaging, identity, loops
-from lightning_resume.plugin.checks import describe_optimizers
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
+from lightning_resume.plugin.optimizers import describe_optimizers
 from lightning_resume.rng import RNGState
 
 _KEYS = (
@@ -44,6 +44,7 @@ def capture_rank_state(
     moment: str,
     data_version: str | None,
     schedulers: list[str],
+    streams: RNGState | None,
     item_rng: Mapping[str, Any],
     configured: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -54,6 +55,7 @@ def capture_rank_state(
         moment: "cut" between two batches, "end" when training has ended, "hook" anywhere else.
         data_version: the user's own name for the data.
         schedulers: their classes when the fit began; callbacks add others later.
+        streams: the global streams before save hooks could draw; None: as they stand.
         item_rng: kind and seed of the items' randomness.
         configured: what `trainer_identity` said before the fit began; callbacks change settings later.
     """
@@ -64,7 +66,7 @@ def capture_rank_state(
         "identity": identity.describe_run(trainer, configured, data_version, item_rng),
         "seeds": loops.capture_seeds(),
         "item_rng": dict(item_rng),
-        "rng": RNGState.capture().state_dict(),
+        "rng": (streams or RNGState.capture()).state_dict(),
         "generators": pack(Streams(loops.held_generators(trainer)).capture_generators()),
         "loaders": [loader.state_dict(ahead) for loader in loops.train_loaders(trainer)],
         "val_loaders": [_idle_state(loader, moment) for loader in loops.val_loaders(trainer)],
@@ -115,7 +117,7 @@ def check_run(
 
 def _streams_of(state: Mapping[str, Any]) -> RNGState:
     """The saved global streams; what a resume was allowed to go on without stays as it is now."""
-    now = RNGState.capture().state_dict()
+    now = (streams or RNGState.capture()).state_dict()
     saved = {**now, **state["rng"]}
     if len(saved["cuda"]) not in (0, torch.cuda.device_count()):
         saved["cuda"] = now["cuda"]

@@ -127,13 +127,15 @@ def test_persistent_workers_belong_to_the_next_epochs_draws() -> None:
         goes_on(make(True), make(False), 3)
 
 
-def test_another_prefetch_factor_is_exact() -> None:
-    """How far PyTorch's samplers are asked ahead changes nothing."""
-    make = lambda factor: DataLoader(Drawing(), BATCH_SIZE, shuffle=True, num_workers=2, prefetch_factor=factor)  # noqa: E731
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+@pytest.mark.parametrize("other", [{"prefetch_factor": 3}, {"pin_memory": True}], ids=str)
+def test_another_prefetch_factor_or_pinning_is_exact(other: dict[str, Any]) -> None:
+    """How far PyTorch's samplers are asked ahead, and where batches lie in memory, changes nothing."""
+    make = lambda **rest: DataLoader(Drawing(), BATCH_SIZE, shuffle=True, num_workers=2, **rest)  # noqa: E731
     seed(1)
-    whole = train(ResumableLoader(make(2)))[0]
+    whole = train(ResumableLoader(make()))[0]
 
-    rows, differences = goes_on(make(2), make(3), 3)
+    rows, differences = goes_on(make(), make(**other), 3)
 
     assert (rows, differences) == (whole, [])
 

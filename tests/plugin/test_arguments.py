@@ -175,3 +175,26 @@ def test_a_save_hook_that_replaces_weights_is_refused(tmp_path: Path) -> None:
 
     assert module.rows == []
     assert not list((tmp_path / "ck").glob("step-*"))
+
+
+def test_an_iterator_as_a_loader_is_refused(tmp_path: Path) -> None:
+    """A generator can be read once: it is refused when fit starts, with what to pass instead, not after a crash."""
+    module = NotedToy()
+    batches = (batch for batch in loader())
+
+    with pytest.raises(UnsupportedSetupError, match="an iterator can be read once") as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "ck")).fit(module, batches)
+
+    assert "generator" in caught.value.setup
+    assert "__iter__ begins anew" in str(caught.value)
+    assert module.rows == []
+
+
+def test_workers_that_race_are_refused(tmp_path: Path) -> None:
+    """With `in_order=False` the next batch is that of the fastest worker: no position can be gone back to."""
+    module = NotedToy()
+
+    with pytest.raises(UnsupportedSetupError, match="in_order=False"):
+        make_trainer(tmp_path, plugin(tmp_path / "ck")).fit(module, loader(num_workers=2, in_order=False))
+
+    assert module.rows == []

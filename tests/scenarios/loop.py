@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # seconds, which every killed process would pay otherwise
+import torch._dynamo  # every optimizer step wants it: once here, not in each process
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,

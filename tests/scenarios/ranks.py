@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import EMAWeightAveraging
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -37,10 +39,27 @@ class Synchronised(ValidatedModule):
 
 
 class Scaled(LightningDataModule):
-    """A loader with arguments of its own, which Lightning has to make again with a sampler for each process."""
+    """A loader with arguments of its own, which Lightning makes again with a sampler for each process (DAT-11)."""
 
     def train_dataloader(self) -> ScaledLoader:
         return ScaledLoader(48, scale=0.5)
+
+
+class DrawsByRank(ValidatedModule):
+    """Rank r draws r + 1 numbers in each step: no two ranks' streams stand alike (DDP-01)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(self.global_rank + 1):
+            torch.rand(())
+        return super().training_step(batch, batch_idx)
+
+
+class LateFirstRank(Callback):
+    """Rank 0, which writes, comes late to training (DDP-02)."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            time.sleep(0.5)
 
 
 def _two(data: Any = None, **rest: Any) -> Scenario:
@@ -67,6 +86,8 @@ SCENARIOS: dict[str, Scenario] = {
     "ddp_weighted": _two(
         lambda _: loader(Items(48), sampler=WeightedRandomSampler([1.0 + i % 3 for i in range(48)], 48))
     ),
+    "ddp_draws_by_rank": _two(module_class=DrawsByRank),
+    "ddp_late_first_rank": _two(callbacks=lambda: [LateFirstRank()]),
     "ddp_by_hand": _two(module_class=Adversaries, trainer={"strategy": "ddp_fork_find_unused_parameters_true"}),
     "ddp_averaged": _two(callbacks=lambda: [EMAWeightAveraging(decay=0.9)]),
     "ddp_batch_sampler_extra_argument": _two(
