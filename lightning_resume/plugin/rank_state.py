@@ -117,7 +117,7 @@ def check_run(
 
 def _streams_of(state: Mapping[str, Any]) -> RNGState:
     """The saved global streams; what a resume was allowed to go on without stays as it is now."""
-    now = (streams or RNGState.capture()).state_dict()
+    now = RNGState.capture().state_dict()
     saved = {**now, **state["rng"]}
     if len(saved["cuda"]) not in (0, torch.cuda.device_count()):
         saved["cuda"] = now["cuda"]
