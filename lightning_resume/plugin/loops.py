@@ -20,6 +20,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader import ResumableLoader
@@ -264,6 +265,7 @@ def capture_extras(trainer: Trainer) -> dict[str, Any]:
     return {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "ddp_syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
         "should_stop": trainer.should_stop and not _is_out_of_time(trainer),
         "last_train_dl_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         "last_val_dl_reload_epoch": val_loop._last_val_dl_reload_epoch,
@@ -282,6 +284,9 @@ def restore_extras(trainer: Trainer, extras: Mapping[str, Any]) -> None:
     """Puts back what `capture_extras` returned; sets validation up where it was set up."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
+    if isinstance(trainer.model, DistributedDataParallel) and extras["ddp_syncs_buffers"] is not None:
+        # A new one would overwrite each rank's buffers by rank 0's in its first forward pass.
+        trainer.model.require_forward_param_sync = extras["ddp_syncs_buffers"]
     trainer.fit_loop.epoch_loop._batches_that_stepped = extras["batches_that_stepped"]
     trainer.fit_loop._last_train_dl_reload_epoch = extras["last_train_dl_reload_epoch"]
     if extras["has_val_loaders"] and val_loop._combined_loader is None:
