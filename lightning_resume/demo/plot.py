@@ -39,7 +39,7 @@ def draw_curves(baseline: Run, interrupted: Run, path: Path) -> None:
     bottom.plot([epoch * per_epoch + batch for epoch, batch in shared], differences, color=BLUE)
     verdict = "DIFFERENT" if any(differences) else f"all {len(shared)} losses are bit-equal"
     top.set(ylabel="training loss", title=f"{len(interrupted.kills)} x SIGKILL, resumed each time: {verdict}")
-    top.legend(framealpha=1.0, edgecolor="none")
+    top.legend(framealpha=0.7, edgecolor="none")
     bottom.set(xlabel="batch", ylabel="difference")
     if not any(differences):
         bottom.set_ylim(-1e-6, 1e-6)
