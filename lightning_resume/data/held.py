@@ -11,6 +11,7 @@ import contextlib
 import functools
 import random
 import types
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -54,6 +55,9 @@ def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -
         if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
+        if isinstance(value, random.SystemRandom):
+            warnings.warn(f"{path} draws from the operating system: its numbers cannot be drawn again", stacklevel=2)
+            continue
         if isinstance(value, Generator):
             if not _is_global(value):
                 found[path] = value
@@ -73,12 +77,14 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.MethodType):
         yield "self", value.__self__
     elif isinstance(value, types.FunctionType):
+        yield from (("defaults", value.__defaults__), ("defaults", value.__kwdefaults__))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
                 yield name, cell.cell_contents
     if isinstance(attributes := getattr(value, "__dict__", None), dict):
         yield from list(attributes.items())
     for cls in type(value).__mro__:
+        yield from ((name, member) for name, member in cls.__dict__.items() if isinstance(member, Generator))
         for name, member in cls.__dict__.items() if "__slots__" in cls.__dict__ else ():
             if isinstance(member, types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):

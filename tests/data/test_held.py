@@ -161,3 +161,27 @@ def test_a_large_container_is_not_searched_to_its_end() -> None:
     found = find_generators({"x": [0] * MAX_ITEMS + [RNG]})
 
     assert found == {}
+
+
+def test_generators_of_classes_and_default_arguments_are_found() -> None:
+    """What all objects of a class share, or a function keeps as a default, goes on too."""
+    shared = np.random.default_rng(1)
+
+    class Sharing:
+        rng = shared
+
+    def augment(item: int, rng: random.Random = RNG) -> int:
+        return item
+
+    found = find_generators({"dataset": Sharing(), "collate_fn": augment})
+
+    assert found["dataset.rng"] is shared
+    assert found["collate_fn.defaults.0"] is RNG
+
+
+def test_the_systems_randomness_is_named() -> None:
+    """`SystemRandom` has no state: it is left out, with a warning that names it."""
+    with pytest.warns(UserWarning, match="dataset.rng draws from the operating system"):
+        found = find_generators({"dataset": Holder(rng=random.SystemRandom())})
+
+    assert found == {}
