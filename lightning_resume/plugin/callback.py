@@ -20,7 +20,7 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
-from lightning_resume.plugin import arguments, checks, loops, positional
+from lightning_resume.plugin import arguments, checks, loops, module_state, positional
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.history import LossHistory
@@ -236,7 +236,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             saved = self._resume["optimizers"], self._optimizers, self._resume["optimizer_states"]
             self._resume["matched"] = match_optimizers(*saved)
             loops.reinstate(trainer, self._resume.pop("checkpoint"))
-            loops.restore_double(trainer, self._resume.pop("state_dict"))
+            module_state.restore_double(trainer, self._resume.pop("state_dict"))
             trainer.should_stop = self._resume["extras"]["should_stop"]
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             checks.check_unused(self._folder(trainer), self._io.run_id)

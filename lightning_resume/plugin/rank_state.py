@@ -14,7 +14,7 @@ from lightning_resume.data.identity import settle
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.errors import MissingStateError, StateMismatchError
-from lightning_resume.plugin import averaging, identity, loops
+from lightning_resume.plugin import averaging, identity, loops, module_state
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.plugin.optimizers import describe_optimizers
 from lightning_resume.rng import RNGState
@@ -67,14 +67,14 @@ def capture_rank_state(
         "seeds": loops.capture_seeds(),
         "item_rng": dict(item_rng),
         "rng": (streams or RNGState.capture()).state_dict(),
-        "generators": pack(Streams(loops.held_generators(trainer)).capture_generators()),
+        "generators": pack(Streams(module_state.held_generators(trainer)).capture_generators()),
         "loaders": [loader.state_dict(ahead) for loader in loops.train_loaders(trainer)],
         "val_loaders": [_idle_state(loader, moment) for loader in loops.val_loaders(trainer)],
         "optimizers": {**describe_optimizers(trainer), "schedulers": schedulers},
         "averaging": averaging.places_set_up(trainer),
         "combined": loops.combined_state(trainer),
         "extras": loops.capture_extras(trainer),
-        "module": loops.capture_module(trainer),
+        "module": module_state.capture_module(trainer),
         "metrics": capture_metrics(trainer),
     }
 
@@ -128,7 +128,7 @@ def enter_epoch(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Before an epoch that follows a checkpoint taken between epochs: streams and metrics as they stood."""
     loops.restore_extras(trainer, identity.extras_to_restore(trainer, state))
     restore_dictionaries(trainer, state["metrics"])
-    Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
+    Streams(module_state.held_generators(trainer)).restore(unpack(state["generators"]))
     _streams_of(state).restore()
 
 
@@ -149,8 +149,8 @@ def enter_first_batch(
         loops.begin_pass(trainer, None)
         return differences
     averaging.set_up_again(trainer, state["averaging"], state["optimizer_states"])
-    loops.restore_module(trainer, state["module"])
-    Streams(loops.held_generators(trainer)).restore(unpack(state["generators"]))
+    module_state.restore_module(trainer, state["module"])
+    Streams(module_state.held_generators(trainer)).restore(unpack(state["generators"]))
     restore_metrics(trainer, state["metrics"])
     _streams_of(state).restore()
     # Leaves the streams as it finds them, except where a pass had not really begun: that one begins now, live.

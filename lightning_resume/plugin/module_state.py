@@ -1,0 +1,84 @@
+"""What belongs to a module, and stands neither in its `state_dict` nor in Lightning's checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_resume.data.held import Generator, find_generators
+from lightning_resume.plugin.loops import callbacks
+
+
+def capture_module(trainer: Trainer) -> dict[str, Any]:
+    """What a module's `state_dict` leaves out: modes, frozen parameters, buffers that are not persistent, gradients."""
+    module = trainer.lightning_module
+    saved = module.state_dict(keep_vars=True)
+    return {
+        "eval": [name for name, child in module.named_modules() if not child.training],
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        # The checkpoint's state_dict is rank 0's; where DDP does not broadcast buffers, every rank has its own.
+        "buffers": {
+            name: buffer for name, buffer in module.named_buffers() if name not in saved or trainer.global_rank > 0
+        },
+        "gradients": {
+            name: p.grad.detach()
+            for name, p in module.named_parameters()
+            if p.grad is not None and _may_look_at_gradients(trainer)
+        },
+    }
+
+
+def _may_look_at_gradients(trainer: Trainer) -> bool:
+    """Whether gradients of the last step may still be wanted before the next backward pass.
+
+    With manual optimization the user alone knows when they are cleared; with automatic optimization Lightning clears
+    them in the next batch, unless that is overridden, and after a hook that may look at them.
+    """
+    module = trainer.lightning_module
+    hooks = [type(callback).on_before_zero_grad is not Callback.on_before_zero_grad for callback in callbacks(trainer)]
+    names = ("optimizer_zero_grad", "on_before_zero_grad")
+    return not module.automatic_optimization or any(hooks) or any(is_overridden(name, module) for name in names)
+
+
+def restore_module(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Puts back what `capture_module` returned, in place."""
+    module = trainer.lightning_module
+    for name, child in module.named_modules():
+        child.training = name not in state["eval"]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in state["frozen"])
+        gradient = state["gradients"].get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter)
+    buffers = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, buffer in state["buffers"].items():
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffers[name].copy_(buffer)
+            else:  # not there yet, or of another size, in a module that was built anew
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner)._buffers[leaf] = buffer.to(trainer.strategy.root_device)
+
+
+def held_generators(trainer: Trainer) -> dict[str, Generator]:
+    """The random generators that modules and callbacks hold as attributes, by path."""
+    owners: dict[str, object] = {"module": trainer.lightning_module, "datamodule": trainer.datamodule}  # type: ignore[attr-defined]
+    numbers: Counter[str] = Counter()
+    for callback in callbacks(trainer):
+        name = type(callback).__name__
+        owners[f"callbacks.{name}.{numbers[name]}"] = callback
+        numbers[name] += 1
+    return find_generators(owners, stop=[trainer])
+
+
+def restore_double(trainer: Trainer, state_dict: Mapping[str, Any]) -> None:
+    """Copies float64 weights again: Lightning loads them into the module before it is converted, through float32."""
+    live = trainer.lightning_module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128):
+                live[name].copy_(value)
