@@ -1,12 +1,13 @@
 """Our own judge of exact resume: every scenario is trained, killed, resumed, and compared bit by bit.
 
-A scenario is trained to its end without the callback and with it: the two have to be equal. Then, for each of its
-stories, processes are killed one after the other and resumed with another seed. What a process records, in order, has
-to be a piece of what the uninterrupted run recorded: from the batch at which it was resumed, to its death or the end.
+A scenario is trained to its end without the callback and with it: the two have to be equal. Then its processes are
+killed one after the other and resumed with another seed. What a process records, in order, has to be a piece of what
+the uninterrupted run recorded: from the batch at which it was resumed, to its death or the end.
 """
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,39 +15,41 @@ from pathlib import Path
 import pytest
 from scenarios import SCENARIOS
 from scenarios.parts import Scenario
-from scenarios.running import Place, Record, run
+from scenarios.running import Record, run
 
 MAX_LOST = 8  # batches that a resume may train again
 
-STORIES: tuple[list[list[int]], ...] = (
-    [[9], [4, 13]],
-    [[5], [7, 12]],
-    [[14], [2, 5]],
-    [[12], [1, 10]],
-)
-"""Of two stories each: after how many batches of the whole training its processes die, one after the other."""
+KILLS: tuple[list[int], ...] = ([4, 13], [9, 12], [2, 5], [7, 16], [1, 10])
+"""After how many batches of the whole training the processes of one run die, one after the other."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_killed_and_resumed_run_is_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
-    """Law 1 and law 3, in every kind of job: the callback changes nothing, and neither does a kill."""
+    """Law 1 and law 3, in every kind of job: the callback changes nothing, and neither does a kill, or a second."""
     scenario = SCENARIOS[name]
     # By the name, so that the places of the kills are spread over the scenarios and stay where they are.
-    stories = scenario.get("kills") or STORIES[zlib.crc32(name.encode()) % len(STORIES)]
+    kills = scenario.get("kills") or KILLS[zlib.crc32(name.encode()) % len(KILLS)]
 
     bare = run(scenario, tmp_path / "bare", with_callback=False)
     baseline = run(scenario, tmp_path / "base")
-    places = [(batch["epoch"], batch["batch"]) for batch in of(baseline, 0, "batch")]
-    told = [_tell(scenario, [places[kill - 1] for kill in story], tmp_path / f"{story}") for story in stories]
+    runs = _killed_and_resumed(scenario, kills, baseline, tmp_path)
 
     assert disturbance(bare, baseline) == "", "the callback disturbs an uninterrupted run"
-    for story, processes in zip(stories, told, strict=True):
-        assert discontinuity(baseline, processes) == "", f"killed at batch {story}"
+    for number, processes in enumerate(runs, 1):
+        assert discontinuity(baseline, processes) == "", f"killed after batches {kills[:number]}"
 
 
-def _tell(scenario: Scenario, places: Sequence[Place], folder: Path) -> list[list[Record]]:
-    killed = [run(scenario, folder, resume=number > 0, kill_at=place) for number, place in enumerate(places)]
-    return [*killed, run(scenario, folder, resume=True)]
+def _killed_and_resumed(
+    scenario: Scenario, kills: Sequence[int], baseline: Sequence[Record], folder: Path
+) -> list[list[list[Record]]]:
+    """Kills one process after the other; what each left behind is also resumed to the end, in a copy."""
+    batches, killed, runs = of(baseline, 0, "batch"), [], []
+    for kill in kills:
+        place = batches[kill - 1]["epoch"], batches[kill - 1]["batch"]
+        killed.append(run(scenario, folder / "work", resume=bool(killed), kill_at=place))
+        left = shutil.copytree(folder / "work", folder / f"after {kill}")
+        runs.append([*killed, run(scenario, left, resume=True)])
+    return runs
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ SCENARIOS: dict[str, Scenario] = {
     "swa": scenario(
         max_epochs=4,
         callbacks=lambda: [StochasticWeightAveraging(swa_lrs=5e-2, swa_epoch_start=1, annealing_epochs=2)],
-        kills=[[16], [9, 20], [27]],
+        kills=[9, 20, 27],
     ),
     "swa_validated": scenario(
         module_class=ValidatedModule,

@@ -150,6 +150,18 @@ class StatefulBatches(SizedBatches):
         self.order = list(state["order"])
 
 
+class CountingBatches(SizedBatches):
+    """Its batches depend on how often it was read."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        for numbers, features in super().__iter__():
+            yield numbers, features + self.num_passes
+
+
 class FromIterator(Module):
     """Takes the loader's iterator into its own hands."""
 
@@ -187,9 +199,11 @@ def combined(mode: str, *, as_list: bool, **workers: Any) -> CombinedLoader:
     return CombinedLoader(list(loaders.values()) if as_list else loaders, mode)
 
 
-def _with_workers(name: str, make: Any, kinds: tuple[str, ...] = ("no_workers", "workers")) -> dict[str, Scenario]:
+def _with_workers(
+    name: str, make: Any, kinds: tuple[str, ...] = ("no_workers", "workers"), **rest: Any
+) -> dict[str, Scenario]:
     """Scenarios of one loader, `make(**worker keywords)`, by kind of workers."""
-    return {f"{name}_{kind}": scenario(lambda _, kind=kind: make(**WORKERS[kind])) for kind in kinds}
+    return {f"{name}_{kind}": scenario(lambda _, kind=kind: make(**WORKERS[kind]), **rest) for kind in kinds}
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -211,14 +225,21 @@ SCENARIOS: dict[str, Scenario] = {
     "sized_iterable": scenario(lambda _: SizedBatches()),
     "unsized_iterable": scenario(lambda _: Batches()),
     "stateful_iterable": scenario(lambda _: StatefulBatches()),
+    "counting_iterable": scenario(lambda _: CountingBatches()),
     "list_of_batches": scenario(lambda _: ListOfBatches()),
     # several loaders
     "dict_min_size": scenario(lambda _: combined("min_size", as_list=False), max_epochs=7),
-    "dict_max_size": scenario(lambda _: combined("max_size", as_list=False)),
+    # Killed where one loader has ended and another goes on.
+    **_with_workers(
+        "dict_max_size",
+        lambda **w: combined("max_size", as_list=False, **w),
+        ("no_workers", "persistent"),
+        kills=[6, 7, 13],
+    ),
     "dict_max_size_cycle": scenario(lambda _: combined("max_size_cycle", as_list=False)),
     "list_min_size": scenario(lambda _: combined("min_size", as_list=True), max_epochs=7),
     "list_max_size": scenario(lambda _: combined("max_size", as_list=True)),
-    "list_max_size_cycle_workers": scenario(lambda _: combined("max_size_cycle", as_list=True, num_workers=1)),
+    "list_max_size_cycle": scenario(lambda _: combined("max_size_cycle", as_list=True)),
     "sized_and_unsized_min_size": scenario(
         lambda _: CombinedLoader({"map": loader(Items(), shuffle=True), "stream": loader(Stream(28))}, "min_size")
     ),

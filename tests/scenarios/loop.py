@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .loaders import CountingBatches, StatefulStream
 from .parts import (
     WORKERS,
     Buckets,
@@ -30,6 +31,7 @@ from .parts import (
     scenario,
     small_net,
 )
+from .samplers import Remembering
 
 TWO, PERSISTENT = WORKERS["workers"], WORKERS["persistent"]
 
@@ -174,12 +176,22 @@ VALIDATION: dict[str, Scenario] = {
         data=lambda _: loader(Stream()), trainer={"val_check_interval": 8, "check_val_every_n_epoch": None}
     ),
     "validate_two_loaders": _validated(lambda: [loader(Items(8)), loader(Items(6), shuffle=True)]),
+    # Killed more than once between two validations.
     "validate_with_persistent_workers": _validated(
-        lambda: loader(Items(8), shuffle=True, **PERSISTENT), trainer={"val_check_interval": 3}
+        lambda: loader(Items(8), shuffle=True, **PERSISTENT), trainer={"val_check_interval": 3}, kills=[4, 5, 16]
+    ),
+    "validate_stateful_stream": _validated(
+        lambda: loader(StatefulStream()), trainer={"val_check_interval": 3}, kills=[4, 5, 16]
+    ),
+    "validate_own_state_sampler": _validated(
+        lambda: loader(Items(), sampler=Remembering()), trainer={"val_check_interval": 3}, kills=[4, 5, 16]
+    ),
+    "validate_stateful_iterable": _validated(
+        lambda: CountingBatches(), trainer={"val_check_interval": 3}, kills=[4, 5, 16]
     ),
     "validate_stream_workers": _validated(lambda: loader(Stream(8), **TWO), trainer={"val_check_interval": 2}),
     "validate_limited": _validated(
-        lambda: loader(Items(16), shuffle=True, **PERSISTENT), trainer={"limit_val_batches": 2}
+        lambda: loader(Items(16), shuffle=True, **PERSISTENT), trainer={"limit_val_batches": 2}, kills=[3, 8, 9]
     ),
     "validate_without_sanity_check": _validated(trainer={"num_sanity_val_steps": 0, "val_check_interval": 2}),
     "validate_and_accumulate_workers": _validated(

@@ -9,7 +9,7 @@ A scenario is a dict:
     callbacks     makes the user's callbacks
     ddp           number of processes
     plugin        AtomicResumeCallback keywords
-    kills         after how many batches the processes of each story die
+    kills         after how many batches its processes die, one after the other
 
 Unless a scenario says otherwise, an epoch has 24 items in 6 batches, and training 3 epochs.
 """
