@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
-import platform
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_resume.errors import (
-    CheckpointWriteError,
-    MissingStateError,
-    ResumeError,
-    UnsupportedSetupError,
-    UnsupportedStateError,
-)
-from lightning_resume.format.blobs import BlobStore
-from lightning_resume.format.codecs import is_plain_text
+from lightning_resume.errors import MissingStateError
 from lightning_resume.format.contained import CheckpointFiles, look_into
-from lightning_resume.format.durable import FileWriter, commit_directory, require_replaceable, write_file
-from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
-from lightning_resume.format.registry import DECODERS, find_encoder, register_type
-from lightning_resume.format.shards import read_group, write_group
-from lightning_resume.format.skeleton import state_to_bytes
-from lightning_resume.format.tree import DecodeWalk, EncodeWalk, decode_state
+from lightning_resume.format.index import CheckpointIndex
+from lightning_resume.format.prepared import RANK_STATE_KEY, prepare_checkpoint, require_little_endian
+from lightning_resume.format.registry import DECODERS, register_type
+from lightning_resume.format.shards import read_group
+from lightning_resume.format.tree import DecodeWalk, decode_state
 from lightning_resume.format.verify import load_index, load_state, read_index, require_weight_map, verify_checkpoint
 
 __all__ = [
@@ -40,8 +27,6 @@ __all__ = [
     "verify_checkpoint",
     "write_checkpoint",
 ]
-
-RANK_STATE_KEY = "rank_state"
 
 
 def write_checkpoint(
@@ -91,125 +76,20 @@ def write_checkpoint(
             and a half-written directory has been removed as far as possible.
         ValueError, TypeError: wrong arguments.
     """
-    target = _target(path)
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes} is less than 1")
-    _require_little_endian()
-    try:
-        require_replaceable(target, overwrite)
-        content = _encode(state, model_key, optimizer_key, rank_states)
-        draft = CheckpointIndex(
-            kind=kind,
-            files={},
-            counters=dict(counters or {}),
-            identity=dict(identity or {}),
-            metadata=dict(metadata or {}),
-            versions=_versions(),
-            run_id=run_id,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-        index_to_bytes(draft.with_files({"state.json": FileEntry(0, "0" * 64)}))  # refuses what it cannot hold
-        return commit_directory(target, lambda temp: _fill(temp, draft, content, max_shard_bytes), overwrite=overwrite)
-    except ResumeError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(path, error) from error
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    target = Path(path)
-    if target.name in ("", "..") or "\0" in str(target):
-        raise ValueError(f"{os.fspath(path)!r} is no path for a checkpoint directory")
-    return target.absolute()  # the process may change its directory while a thread writes
-
-
-def _require_little_endian() -> None:
-    if sys.byteorder != "little":
-        raise UnsupportedSetupError("a big-endian machine", "safetensors files are little-endian")
-
-
-class _Content:
-    """What goes to disk, encoded: texts of the state files, and groups of data files."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, bytes] = {}
-        self.stores: list[BlobStore] = []
-        self.has_model = False
-
-
-def _encode(
-    state: Mapping[str, Any], model_key: str, optimizer_key: str, rank_states: Sequence[Mapping[str, Any]]
-) -> _Content:
-    content = _Content()
-    content.has_model = model_key in state
-    if rank_states and RANK_STATE_KEY in state:
-        raise UnsupportedStateError(RANK_STATE_KEY, "the key is where a rank's own state will be", "Rename it.")
-    groups = {model_key: "model", optimizer_key: "optimizer"}
-    _encode_file(content, "state.json", state, groups, "state", model_key)
-    for rank, rank_state in enumerate(rank_states):
-        _encode_file(content, f"rank-{rank:05d}.json", rank_state, {}, f"rank-{rank:05d}", None)
-    return content
-
-
-def _encode_file(
-    content: _Content,
-    file: str,
-    state: Mapping[str, Any],
-    groups: Mapping[str, str],
-    default_group: str,
-    model_key: str | None,
-) -> None:
-    store = BlobStore(model_key)
-    walk = EncodeWalk(find_encoder, store)
-    nodes: dict[str, Any] = {}
-    for key in state:
-        if type(key) is not str or not is_plain_text(key):
-            raise UnsupportedStateError(str(key), "the top-level keys of a state are plain texts", "Rename it.")
-    # Model and optimizer first: data that they share with the rest is to stand in their files.
-    order = [key for key in groups if key in state] + [key for key in state if key not in groups]
-    for key in order:
-        walk.group = groups.get(key, default_group)
-        try:
-            nodes[key] = walk.child(key, state[key])
-        except RecursionError as error:
-            raise UnsupportedStateError(key, "it is nested too deeply") from error
-    store.assign_names()
-    try:
-        content.texts[file] = state_to_bytes({key: nodes[key] for key in state})
-    except ValueError as error:
-        raise UnsupportedStateError("", str(error), "Keep long lists as tensors or arrays.") from error
-    content.stores.append(store)
-
-
-def _fill(directory: Path, draft: CheckpointIndex, content: _Content, max_shard_bytes: int) -> CheckpointIndex:
-    files: dict[str, FileEntry] = {}
-    for store in content.stores:
-        for group, blobs in store.groups.items():
-            files.update(write_group(directory, group, blobs, max_shard_bytes))
-    if content.has_model and not any(name.startswith("model") for name in files):
-        files.update(write_group(directory, "model", [], max_shard_bytes))
-    for name, text in content.texts.items():
-        files[name] = write_file(directory / name, functools.partial(FileWriter.write, data=text))
-    index, data = index_to_bytes(draft.with_files(files))
-    write_file(directory / INDEX_NAME, lambda writer: writer.write(data))
-    return index
-
-
-@functools.lru_cache(maxsize=1)
-def _installed_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("lightning-resume", "lightning", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _versions() -> dict[str, str]:
-    return dict(_installed_versions())
+    return prepare_checkpoint(
+        path,
+        state,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        rank_states=rank_states,
+        counters=counters,
+        identity=identity,
+        kind=kind,
+        run_id=run_id,
+        metadata=metadata,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    ).commit()
 
 
 def read_checkpoint(
@@ -250,7 +130,7 @@ def read_checkpoint(
     for name, value in (("keys", keys), ("exclude", exclude)):
         if isinstance(value, str):
             raise TypeError(f"{name}={value!r} is one text: pass a set of keys")
-    _require_little_endian()
+    require_little_endian()
     wanted = None if keys is None and not exclude else functools.partial(_is_wanted, keys, exclude)
     with torch.inference_mode(False), torch.no_grad():  # the caller's mode would mark the tensors
         return look_into(Path(path), lambda files: _read(files, wanted, verify, rank))

@@ -1,93 +1,21 @@
-"""Safetensors shards: planned, written in one pass with their digest, and read into memory in one pass with a check."""
+"""Safetensors shards read into memory, in one pass with a check of their digest."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from lightning_resume.errors import CorruptCheckpointError, UnsupportedStateError
-from lightning_resume.format.blobs import Blob
+from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import CheckpointFiles
-from lightning_resume.format.durable import FileWriter, write_file
-from lightning_resume.format.header import DTYPE_BYTES, Entry, build_header, read_header, read_into
+from lightning_resume.format.header import Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
-from lightning_resume.format.strict_json import dump_json
 from lightning_resume.format.tensors import TORCH_DTYPES
-from lightning_resume.format.verify import WEIGHT_MAP_NAME
 
-# A quarter of what readers accept: names are counted in characters here, and one takes up to 12 bytes in the header.
-HEADER_BUDGET_BYTES = 8_000_000
-ENTRY_BYTES = 200  # what an entry takes in the header besides its name and shape, rounded up
-MAX_SHARDS = 99_999
 READ_BLOCK_BYTES = 4 * 2**20
-
-
-def plan_shards(blobs: Sequence[Blob], max_shard_bytes: int) -> list[list[Blob]]:
-    """Cuts blobs into shards, in order, each with at least one and of at most `max_shard_bytes` if it has more."""
-    shards: list[list[Blob]] = []
-    num_bytes = header_bytes = 0
-    for blob in blobs:
-        entry_bytes = ENTRY_BYTES + len(blob.name) + 20 * len(blob.shape)
-        is_full = num_bytes + blob.num_bytes > max_shard_bytes or header_bytes + entry_bytes > HEADER_BUDGET_BYTES
-        if not shards or is_full:
-            shards.append([])
-            num_bytes = header_bytes = 0
-        shards[-1].append(blob)
-        num_bytes += blob.num_bytes
-        header_bytes += entry_bytes
-    return shards
-
-
-def write_group(directory: Path, group: str, blobs: Sequence[Blob], max_shard_bytes: int) -> dict[str, FileEntry]:
-    """Writes all shards of a group of files, each durable when this returns.
-
-    Args:
-        directory: the directory that is to become the checkpoint.
-        group: "model", "optimizer", "state" or "rank-00000".
-        blobs: named; with none of them a file without tensors is written.
-        max_shard_bytes: data bytes of a shard with more than one tensor.
-
-    Returns:
-        File name → size and digest.
-
-    Raises:
-        OSError: from the file system.
-        UnsupportedStateError: a value changed its size since it was planned.
-    """
-    shards = plan_shards(blobs, max_shard_bytes) or [[]]
-    if len(shards) > MAX_SHARDS:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes} would make {len(shards)} shards, more than {MAX_SHARDS}")
-    written: dict[str, FileEntry] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        written[name] = write_file(directory / name, functools.partial(_fill, blobs=shard))
-        weight_map.update((blob.name, name) for blob in shard)
-    if group == "model" and len(shards) > 1:
-        total = sum(blob.num_bytes for blob in blobs)
-        text = dump_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-        written[WEIGHT_MAP_NAME] = write_file(directory / WEIGHT_MAP_NAME, lambda writer: writer.write(text))
-    return written
-
-
-def _fill(writer: FileWriter, blobs: Sequence[Blob]) -> None:
-    # Widest items first, so that each tensor is aligned to its item size without a hole, as the library does it too.
-    ordered = sorted(blobs, key=lambda blob: -DTYPE_BYTES[blob.dtype])
-    metadata = {"format": "pt"}
-    for blob in ordered:
-        metadata.update((alias, blob.name) for alias in blob.aliases if alias != "format")
-    writer.write(build_header([(blob.name, blob.dtype, blob.shape) for blob in ordered], metadata))
-    for blob in ordered:
-        data = blob.source()
-        if len(data) != blob.num_bytes:
-            raise UnsupportedStateError(blob.key_path, "it changed while it was saved", "Save a copy of it.")
-        writer.write(data)
 
 
 def read_group(

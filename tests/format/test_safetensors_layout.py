@@ -96,7 +96,7 @@ def test_a_shard_holds_no_more_than_it_may(tmp_path: Path) -> None:
 
 def test_a_header_that_would_grow_too_long_starts_a_new_shard(tmp_path: Path, monkeypatch: Any) -> None:
     """Readers refuse headers over 100 MB; many long names are spread over files."""
-    monkeypatch.setattr("lightning_resume.format.shards.HEADER_BUDGET_BYTES", 5000)
+    monkeypatch.setattr("lightning_resume.format.planned.HEADER_BUDGET_BYTES", 5000)
     value = {"state_dict": {f"{n:03d}" + "x" * 1000: torch.tensor(n) for n in range(20)}}
 
     index = write_checkpoint(tmp_path / "c", value)
@@ -117,7 +117,7 @@ def test_a_shard_size_below_one_is_a_wrong_argument(max_shard_bytes: int, tmp_pa
 
 def test_more_shards_than_can_be_numbered_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     """Five digits: told, and nothing is left behind."""
-    monkeypatch.setattr("lightning_resume.format.shards.MAX_SHARDS", 3)
+    monkeypatch.setattr("lightning_resume.format.planned.MAX_SHARDS", 3)
 
     with pytest.raises(ValueError, match="would make 4 shards"):
         write_checkpoint(tmp_path / "c", {"state_dict": {str(n): torch.ones(1) for n in range(4)}}, max_shard_bytes=1)
@@ -268,13 +268,13 @@ def test_other_keys_may_be_model_and_optimizer(tmp_path: Path) -> None:
 def test_a_tensor_that_changes_its_size_while_it_is_saved_stops_the_save(tmp_path: Path, monkeypatch: Any) -> None:
     """The header has been written by then: a file that contradicts it must never appear."""
     value = torch.ones(4)
-    from lightning_resume.format import shards
+    from lightning_resume.format import planned
 
     def resize_then_build(*arguments: Any) -> bytes:
         value.resize_(8)
         return build_header(*arguments)
 
-    monkeypatch.setattr(shards, "build_header", resize_then_build)
+    monkeypatch.setattr(planned, "build_header", resize_then_build)
 
     with pytest.raises(TypeError, match="changed while it was saved"):
         write_checkpoint(tmp_path / "c", {"state_dict": {"w": value}})

@@ -1,0 +1,194 @@
+"""A checkpoint between its state and the disk: encoded at one moment, then copied, then written and committed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_resume.errors import CheckpointWriteError, ResumeError, UnsupportedSetupError, UnsupportedStateError
+from lightning_resume.format.blobs import BlobStore
+from lightning_resume.format.codecs import is_plain_text
+from lightning_resume.format.durable import FileWriter, commit_directory, require_replaceable, write_file
+from lightning_resume.format.image import Image
+from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
+from lightning_resume.format.planned import PlannedFile, plan_group
+from lightning_resume.format.registry import find_encoder
+from lightning_resume.format.skeleton import state_to_bytes
+from lightning_resume.format.tree import EncodeWalk
+
+RANK_STATE_KEY = "rank_state"
+
+
+class PreparedCheckpoint:
+    """A checkpoint that is ready to be written. Its plain values are those of the moment at which it was prepared.
+
+    Its tensors are read where they are, when they are written; after `copy_into` they may change before that.
+
+    Attributes:
+        path: the directory to be, absolute.
+        num_bytes: size of all files but the index.
+    """
+
+    def __init__(self, path: Path, draft: CheckpointIndex, files: list[PlannedFile], overwrite: bool) -> None:
+        """Use `prepare_checkpoint`."""
+        self.path = path
+        self._draft = draft
+        self._files = files
+        self._overwrite = overwrite
+        self.num_bytes = sum(file.num_bytes for file in files)
+
+    def copy_into(self, image: Image) -> None:
+        """Copies all data into the image, from which it will be written; whatever was in there is overwritten.
+
+        Raises:
+            UnsupportedStateError: a value changed its size since it was prepared.
+            MemoryError: there is no memory for an image.
+        """
+        for file, memory in zip(self._files, image.divide([file.num_bytes for file in self._files]), strict=True):
+            file.copy_into(memory)
+
+    def commit(self) -> CheckpointIndex:
+        """Writes the files and makes the directory appear at its path, whole and durable, or not at all.
+
+        Returns:
+            The index, as it is on disk.
+
+        Raises:
+            CheckpointExistsError, CheckpointWriteError, UnsupportedStateError: as `write_checkpoint` says.
+        """
+        try:
+            return commit_directory(self.path, self._fill, overwrite=self._overwrite)
+        except ResumeError:
+            raise
+        except OSError as error:
+            raise CheckpointWriteError(self.path, error) from error
+
+    def _fill(self, directory: Path) -> CheckpointIndex:
+        files = {file.name: file.write(directory) for file in self._files}
+        index, data = index_to_bytes(self._draft.with_files(files))
+        write_file(directory / INDEX_NAME, functools.partial(FileWriter.write, data=data))
+        return index
+
+
+def prepare_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    model_key: str = "state_dict",
+    optimizer_key: str = "optimizer_states",
+    rank_states: Sequence[Mapping[str, Any]] = (),
+    counters: Mapping[str, int] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    kind: str = "full",
+    run_id: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int = 2**30,
+    overwrite: bool = False,
+) -> PreparedCheckpoint:
+    """Encodes a state and plans its files; creates nothing. Arguments and errors are those of `write_checkpoint`."""
+    target = _target(path)
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} is less than 1")
+    require_little_endian()
+    try:
+        require_replaceable(target, overwrite)
+    except ResumeError:
+        raise
+    except OSError as error:
+        raise CheckpointWriteError(path, error) from error
+    files = _encode(state, model_key, optimizer_key, rank_states, max_shard_bytes)
+    draft = CheckpointIndex(
+        kind=kind,
+        files={},
+        counters=dict(counters or {}),
+        identity=dict(identity or {}),
+        metadata=dict(metadata or {}),
+        versions=dict(_installed_versions()),
+        run_id=run_id,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    index_to_bytes(draft.with_files({"state.json": FileEntry(0, "0" * 64)}))  # refuses what it cannot hold
+    return PreparedCheckpoint(target, draft, files, overwrite)
+
+
+def _encode(
+    state: Mapping[str, Any],
+    model_key: str,
+    optimizer_key: str,
+    rank_states: Sequence[Mapping[str, Any]],
+    max_shard_bytes: int,
+) -> list[PlannedFile]:
+    if rank_states and RANK_STATE_KEY in state:
+        raise UnsupportedStateError(RANK_STATE_KEY, "the key is where a rank's own state will be", "Rename it.")
+    groups = {model_key: "model", optimizer_key: "optimizer"}
+    encoded = [_encode_state("state.json", state, groups, "state", model_key)]
+    for rank, rank_state in enumerate(rank_states):
+        encoded.append(_encode_state(f"rank-{rank:05d}.json", rank_state, {}, f"rank-{rank:05d}", None))
+    files: list[PlannedFile] = []
+    for store, _ in encoded:
+        for group, blobs in store.groups.items():
+            files += plan_group(group, blobs, max_shard_bytes)
+    if model_key in state and "model" not in encoded[0][0].groups:
+        files += plan_group("model", [], max_shard_bytes)
+    return files + [text for _, text in encoded]
+
+
+def _encode_state(
+    file: str, state: Mapping[str, Any], groups: Mapping[str, str], default_group: str, model_key: str | None
+) -> tuple[BlobStore, PlannedFile]:
+    """Encodes one of the JSON files, with the data that it refers to."""
+    store = BlobStore(model_key)
+    walk = EncodeWalk(find_encoder, store)
+    nodes: dict[str, Any] = {}
+    for key in state:
+        if type(key) is not str or not is_plain_text(key):
+            raise UnsupportedStateError(str(key), "the top-level keys of a state are plain texts", "Rename it.")
+    # Model and optimizer first: data that they share with the rest is to stand in their files.
+    order = [key for key in groups if key in state] + [key for key in state if key not in groups]
+    for key in order:
+        walk.group = groups.get(key, default_group)
+        try:
+            nodes[key] = walk.child(key, state[key])
+        except RecursionError as error:
+            raise UnsupportedStateError(key, "it is nested too deeply") from error
+    store.assign_names()
+    try:
+        text = state_to_bytes({key: nodes[key] for key in state})
+    except ValueError as error:
+        raise UnsupportedStateError("", str(error), "Keep long lists as tensors or arrays.") from error
+    return store, PlannedFile(file, [text])
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    if target.name in ("", "..") or "\0" in str(target):
+        raise ValueError(f"{os.fspath(path)!r} is no path for a checkpoint directory")
+    return target.absolute()  # the process may change its directory while a thread writes
+
+
+def require_little_endian() -> None:
+    """Raises `UnsupportedSetupError` on a machine whose tensors do not lie in memory as they do in the files."""
+    if sys.byteorder != "little":
+        raise UnsupportedSetupError("a big-endian machine", "safetensors files are little-endian")
+
+
+@functools.lru_cache(maxsize=1)
+def _installed_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("lightning-resume", "lightning", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
