@@ -30,6 +30,16 @@ class Cadence:
         return by_steps or by_time
 
 
+def is_crossed(every_n_train_steps: int | None, last_step: int, global_step: int) -> bool:
+    """Whether a multiple of `every_n_train_steps` lies behind `last_step`, and not behind `global_step`.
+
+    A batch may take more than one optimizer step, so that no cut falls on the multiple itself. None: never.
+    """
+    if every_n_train_steps is None:
+        return False
+    return global_step // every_n_train_steps > last_step // every_n_train_steps
+
+
 def stretched_interval(interval_seconds: float, stall_seconds: float) -> float:
     """The interval at which saves of `stall_seconds` cost at most `MAX_STALL_SHARE` of the time."""
     return max(interval_seconds, stall_seconds / MAX_STALL_SHARE)

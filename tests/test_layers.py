@@ -21,7 +21,7 @@ LAYERS = {
     "data": {"errors", "rng"},
     "format": {"errors"},
     "catalog": {"errors", "format"},
-    "writer": {"catalog", "errors", "format"},
+    "writer": set(),
     "plugin": BELOW_PLUGIN,
     "demo": {"public names"},
     "cli": {"catalog", "demo", "errors", "format"},
@@ -31,7 +31,7 @@ LAYERS = {
 LIGHTNING_HOUSES = {"plugin", "demo"}
 PRIVATE_STATE = {"averaging.py", "loops.py", "metrics.py", "module_state.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
-WITHOUT_TORCH = {"errors", "policy", "cli", "__init__", "__main__"}
+WITHOUT_TORCH = {"errors", "policy", "writer", "cli", "__init__", "__main__"}
 
 
 def modules() -> list[Path]:

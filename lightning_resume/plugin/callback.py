@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,6 @@ from lightning_resume.plugin.rank_state import (
 )
 from lightning_resume.plugin.ranks import decide, gather
 from lightning_resume.plugin.saver import Saver
-from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence
 from lightning_resume.rng import RNGState
 
 
@@ -55,11 +53,20 @@ class AtomicResumeCallback(ModelCheckpoint):
             restarts both counts. With neither: every 60 seconds, stretched where saving would cost more than 5 % of the
             time.
         keep_last_k: this many newest checkpoints stay; at least 1.
-        async_save: accepted; saves are synchronous in this version.
+        archive_every_n_train_steps: save at each multiple of so many optimizer steps, and keep these for ever.
+        save_weights_only_every_n_train_steps: save the weights alone at each multiple of so many optimizer steps,
+            unless a full save falls on it, and keep these for ever. One cannot resume training from them.
+        async_save: copy the state between two batches, and write it behind the training. The first save and the last
+            are written at once.
+        back_pressure: what a save does that falls due while another is being written. "wait": it waits for that one.
+            "skip": it is left out, and the next is due a whole interval later.
         save_on_train_start: save before the first batch: a job that is killed early comes back exactly, and state that
             cannot be saved stops the run at once.
         save_on_train_end: save when training ends.
+        save_on_exception: save when an exception ends training.
         save_on_signal: save when Lightning stops training after SIGTERM.
+        preemption_notice_seconds: how long the machine leaves after its signal; you are warned where saving takes
+            longer.
         max_shard_bytes: size of a safetensors file at which the next one is begun.
         data_version: your own name for the data; a resume with another one is refused.
         item_rng: "stock": items draw as PyTorch lets them. "positional": order and items follow from (seed, epoch,
@@ -81,10 +88,16 @@ class AtomicResumeCallback(ModelCheckpoint):
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
         keep_last_k: int = 3,
+        archive_every_n_train_steps: int | None = None,
+        save_weights_only_every_n_train_steps: int | None = None,
+        trainable_only: bool = False,
         async_save: bool = True,
+        back_pressure: Literal["wait", "skip"] = "wait",
         save_on_train_start: bool = True,
         save_on_train_end: bool = True,
+        save_on_exception: bool = True,
         save_on_signal: bool = True,
+        preemption_notice_seconds: float | None = None,
         max_shard_bytes: int = 2**30,
         data_version: str | None = None,
         item_rng: Literal["stock", "positional"] = "stock",
@@ -94,34 +107,28 @@ class AtomicResumeCallback(ModelCheckpoint):
         super().__init__(save_top_k=0)
         self.dirpath = arguments.folder(dirpath)
         self.allow = arguments.allowed(allow)
-        arguments.check_item_rng(item_rng)
-        arguments.check_counts(keep_last_k=keep_last_k, max_shard_bytes=max_shard_bytes)
-        if every_n_train_steps is not None:
-            arguments.check_counts(every_n_train_steps=every_n_train_steps)
-        if train_time_interval is not None:
-            arguments.check_interval(train_time_interval)
-        arguments.check_flags(
+        self.settings = settings = arguments.Settings(
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            keep_last_k=keep_last_k,
+            archive_every_n_train_steps=archive_every_n_train_steps,
+            save_weights_only_every_n_train_steps=save_weights_only_every_n_train_steps,
+            trainable_only=trainable_only,
             async_save=async_save,
+            back_pressure=back_pressure,
             save_on_train_start=save_on_train_start,
             save_on_train_end=save_on_train_end,
+            save_on_exception=save_on_exception,
             save_on_signal=save_on_signal,
+            preemption_notice_seconds=preemption_notice_seconds,
+            max_shard_bytes=max_shard_bytes,
+            data_version=data_version,
+            item_rng=item_rng,
         )
-        if not isinstance(data_version, str | None):
-            raise TypeError(f"data_version must be a str, got {data_version!r}")
-        interval = train_time_interval.total_seconds() if train_time_interval is not None else None
-        is_default = every_n_train_steps is None and interval is None
-        self.async_save, self.data_version = async_save, data_version
-        self.item_rng: str = item_rng
         self._item_seed: int | None = None
-        self.save_on_train_start, self.save_on_train_end = save_on_train_start, save_on_train_end
-        self.save_on_signal = save_on_signal
         self.history = LossHistory()
         self._io = AtomicCheckpointIO(max_shard_bytes)
-        self._saver = Saver(
-            Cadence(every_n_train_steps, DEFAULT_INTERVAL_SECONDS if is_default else interval),
-            keep_last_k=keep_last_k,
-            may_stretch=is_default,
-        )
+        self._saver = Saver(settings)
         self._moment = "hook"
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
@@ -166,7 +173,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         checks.check_folder(self._folder(trainer))
         if self._trainer is None or self._trainer() is not trainer:  # the same one goes on with its own run
             self._trainer, self._io.run_id = weakref.ref(trainer), uuid.uuid4().hex
-        self._item_seed = positional.fresh_seed(trainer, self.item_rng)
+        self._item_seed = positional.fresh_seed(trainer, self.settings.item_rng)
         self._io.fitting = Fitting(
             trainer.global_rank,
             trainer.world_size,
@@ -204,7 +211,7 @@ class AtomicResumeCallback(ModelCheckpoint):
                 f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
             )
         check_rank_state(checkpoint["rank_state"], self.allow)
-        positional.check_item_rng(checkpoint, self.item_rng, trainer.world_size)
+        positional.check_item_rng(checkpoint, self.settings.item_rng, trainer.world_size)
         self._resumed_from = os.path.abspath(path)
         self._io.run_id = read_index(path).run_id or self._io.run_id
         if os.path.dirname(self._resumed_from) == self.dirpath:
@@ -244,7 +251,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training begins, or goes on."""
         is_same_folder = self._resumed_from is not None and os.path.dirname(self._resumed_from) == self.dirpath
-        self._saver.begin(trainer.global_step, time.monotonic(), self._resumed_from if is_same_folder else "")
+        self._saver.begin(trainer.global_step, (self._resumed_from or "") if is_same_folder else "")
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
 
@@ -263,28 +270,38 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._finish_resume(trainer)
         if not self._has_begun:
             self._has_begun = True
-            if self.save_on_train_start and not self._saver.last_path and not loops.is_lazy(trainer):
+            if self.settings.save_on_train_start and not self._saver.last_path and not loops.is_lazy(trainer):
                 self._save(trainer, "cut", must_succeed=True)
             return
-        if not self._saver.is_due(trainer) or loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
+        self._saver.poll(trainer)
+        if loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
             return
-        if all(loader.is_saveable(loops.num_batches_ahead(trainer)) for loader in loops.train_loaders(trainer)):
-            self._save(trainer, "cut")
+        kind = self._saver.due(trainer)
+        if kind is None:
+            self._saver.pass_by(trainer)
+        elif all(loader.is_saveable(loops.num_batches_ahead(trainer)) for loader in loops.train_loaders(trainer)):
+            self._save(
+                trainer, "cut", kind=kind, in_background=self.settings.async_save and bool(self._saver.last_path)
+            )
+            self._saver.pass_by(trainer)
 
     def _before_epoch_end(self, trainer: Trainer) -> None:
         """Training that stops inside an epoch is saved before Lightning takes the epoch for complete."""
-        if self in loops.callbacks(trainer) and self.save_on_train_end and loops.stops_inside_epoch(trainer):
+        if self in loops.callbacks(trainer) and self.settings.save_on_train_end and loops.stops_inside_epoch(trainer):
             self._save_if_new(trainer, "cut")
 
-    def _save_if_new(self, trainer: Trainer, moment: str) -> None:
+    def _save_if_new(self, trainer: Trainer, moment: str, *, must_succeed: bool = False) -> None:
+        self._saver.settle(trainer)
         if self._has_begun and self._saver.steps_since_save(trainer) > 0 and not loops.is_inside_window(trainer):
-            self._save(trainer, moment)
+            self._save(trainer, moment, must_succeed=must_succeed)
 
     def _finish_resume(self, trainer: Trainer) -> None:
         state, self._resume = self._resume, None
         if state is None:
             return
-        differences = state["matched"] + check_run(trainer, state, self._configured, self.data_version, self.allow)
+        differences = state["matched"] + check_run(
+            trainer, state, self._configured, self.settings.data_version, self.allow
+        )
         if state["moment"] == "hook":
             differences.append("the checkpoint was saved inside a step, not by AtomicResumeCallback")
         else:
@@ -304,15 +321,18 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the end."""
-        if self.save_on_train_end:
+        if self.settings.save_on_train_end:
             for loader in loops.train_loaders(trainer):
                 loader.finish_pass()
-            self._save_if_new(trainer, "end")
+            self._save_if_new(trainer, "end", must_succeed=True)
+        self._saver.settle(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves where Lightning stops for SIGTERM: all of the last batch is over."""
-        if isinstance(exception, SIGTERMException) and self.save_on_signal:
+        if isinstance(exception, SIGTERMException) and self.settings.save_on_signal:
             self._save_if_new(trainer, "cut")
+        else:
+            self._saver.settle(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: the epoch's end is saved at the first batch of the next one, or when training ends."""
@@ -328,11 +348,11 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, moment: str, *, must_succeed: bool = False) -> None:
+    def _save(self, trainer: Trainer, moment: str, **how: Any) -> None:
         self._streams = streams = RNGState.capture()
         self._moment = moment
         try:
-            self._best_model_path = self._saver.save(trainer, self._folder(trainer), must_succeed=must_succeed)
+            self._saver.save(trainer, self._io, self._folder(trainer), **how)
         finally:
             self._moment, self._streams = "hook", None
             streams.restore()  # a user's own save hooks may have drawn
@@ -345,10 +365,10 @@ class AtomicResumeCallback(ModelCheckpoint):
         state = capture_rank_state(
             trainer,
             moment=self._moment,
-            data_version=self.data_version,
+            data_version=self.settings.data_version,
             schedulers=self._optimizers.get("schedulers", []),
             streams=self._streams,
-            item_rng={"kind": self.item_rng, "seed": self._item_seed},
+            item_rng={"kind": self.settings.item_rng, "seed": self._item_seed},
             configured=self._configured,
         )
         checkpoint[RANK_STATES] = gather(trainer, state)
@@ -367,7 +387,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         """For `ckpt_path="best"`: that of the user's own ModelCheckpoint; without one, this callback's last save."""
         for callback in self._model_checkpoints:
             return callback.best_model_path
-        return self._best_model_path
+        return self._saver.last_path or self._best_model_path
 
     @best_model_path.setter
     def best_model_path(self, value: str) -> None:

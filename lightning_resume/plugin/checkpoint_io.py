@@ -12,7 +12,8 @@ from lightning.fabric.plugins import CheckpointIO
 
 from lightning_resume.catalog import prune_checkpoints
 from lightning_resume.errors import UnsupportedSetupError, WorldSizeError
-from lightning_resume.format.checkpoint import read_checkpoint, read_index, write_checkpoint
+from lightning_resume.format.checkpoint import read_checkpoint, read_index
+from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
 
 RANK_STATES = "lightning_resume"
 """Key of a Lightning checkpoint under which each rank's own state travels to the writer, and back."""
@@ -67,10 +68,19 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise ValueError(f"AtomicCheckpointIO takes no storage_options, got {storage_options!r}")
+        self.prepare(checkpoint, path).commit()
+
+    def prepare(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> PreparedCheckpoint:
+        """Encodes the checkpoint and plans its files, to be written by `commit`; only the folder is made.
+
+        Raises:
+            UnsupportedStateError: a value has no exact encoding; names its key path.
+            CheckpointExistsError: what stands at `path` may not be replaced.
+        """
         ranks = checkpoint.get(RANK_STATES, [])
         state = {key: value for key, value in checkpoint.items() if key != RANK_STATES}
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        write_checkpoint(
+        return prepare_checkpoint(
             path,
             state,
             rank_states=ranks,

@@ -47,9 +47,9 @@ def has_data(trainer: Trainer) -> bool:
     return trainer.fit_loop._data_fetcher is not None
 
 
-def dump(trainer: Trainer) -> dict[str, Any]:
-    """Lightning's full checkpoint, as a dict; runs all save hooks. All ranks must call."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+def dump(trainer: Trainer, *, weights_only: bool = False) -> dict[str, Any]:
+    """Lightning's checkpoint, as a dict; runs its save hooks. All ranks must call."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=weights_only)
 
 
 def is_tuning(path: str) -> bool:

@@ -5,116 +5,240 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_resume.catalog import prune_checkpoints, step_dirname
-from lightning_resume.errors import CheckpointExistsError, ResumeError, UnsupportedStateError
+from lightning_resume.errors import BackgroundSaveError, CheckpointExistsError, ResumeError, UnsupportedStateError
+from lightning_resume.format.image import Image
+from lightning_resume.format.prepared import PreparedCheckpoint
 from lightning_resume.plugin import loops
+from lightning_resume.plugin.arguments import Settings
+from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.checks import check_dump
 from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
-from lightning_resume.policy import Cadence, stretched_interval, to_prune
+from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence, is_crossed, stretched_interval, to_prune
+from lightning_resume.writer import BackgroundWriter
 
 
 class Saver:
-    """Saves by a cadence and prunes what is old.
+    """Saves by a cadence, in the background or at once, and prunes what is old.
 
-    Args:
-        cadence: when a save is due.
-        keep_last_k: this many newest checkpoints stay.
-        may_stretch: the interval may grow where saving costs too much.
+    At most one save is in flight. What is written in the background is a copy that was taken at the cut.
+
+    Attributes:
+        last_path: the newest checkpoint of this run that is known to be durable; "" if there is none.
     """
 
-    def __init__(self, cadence: Cadence, *, keep_last_k: int, may_stretch: bool) -> None:
-        self.cadence, self.keep_last_k, self.may_stretch = cadence, keep_last_k, may_stretch
-        self._last_step = 0
-        self._last_time = 0.0
+    def __init__(self, settings: Settings) -> None:
+        """Has saved nothing yet."""
+        interval = DEFAULT_INTERVAL_SECONDS if settings.is_default_cadence else settings.interval_seconds
         self.last_path = ""
+        self._settings = settings
+        self._cadence = Cadence(settings.every_n_train_steps, interval)
+        self._may_stretch = settings.is_default_cadence
+        self._writer = BackgroundWriter()
+        self._image = Image()
+        self._due_from = 0, 0.0  # step and time of the last save, also of one that failed
+        self._saved_step = 0  # of the last one that succeeded, or is in flight
+        self._seen_step = 0  # at the last cut
+        self._in_flight = ""
+        self._told_of_failure = False
         self._has_saved = False  # with what the first optimizer step adds to the state
 
-    def begin(self, global_step: int, now: float, last_path: str | None = None) -> None:
-        """Counts from here.
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, global_step: int, last_path: str) -> None:
+        """Training begins, or goes on.
 
         Args:
             global_step: optimizer steps taken.
-            now: monotonic clock, in seconds.
-            last_path: a good checkpoint of this run in the same folder; "" if there is none; None: as before.
+            last_path: a good checkpoint of this run in the same folder; "" if there is none.
         """
-        self._last_step, self._last_time = global_step, now
-        if last_path is not None:
-            self.last_path = last_path
+        self._due_from = global_step, time.monotonic()
+        self._saved_step = self._seen_step = global_step
+        self.last_path = last_path
 
     def steps_since_save(self, trainer: Trainer) -> int:
-        """Optimizer steps since the last save."""
-        return int(trainer.global_step - self._last_step)
+        """Optimizer steps since the last save that succeeded or is in flight."""
+        return int(trainer.global_step - self._saved_step)
 
-    def is_due(self, trainer: Trainer) -> bool:
-        """Whether to save now; with a time interval rank 0's clock decides for all ranks."""
-        due = self.cadence.is_due(
-            steps_since_save=self.steps_since_save(trainer), seconds_since_save=time.monotonic() - self._last_time
+    def due(self, trainer: Trainer) -> str | None:
+        """The kind of save that is due: "full", "weights" or None. All ranks must call, and are given the same.
+
+        With a time interval rank 0's clock decides. Where a full and a weights-only save fall on the same step, the
+        full one is both.
+        """
+        step = trainer.global_step
+        is_due = self._cadence.is_due(
+            steps_since_save=step - self._due_from[0], seconds_since_save=time.monotonic() - self._due_from[1]
         )
-        return due if self.cadence.interval_seconds is None else decide(trainer, due)
+        if self._cadence.interval_seconds is not None:
+            is_due = decide(trainer, is_due)
+        if is_due and self._settings.back_pressure == "skip" and self._in_flight:
+            is_due = decide(trainer, not self._writer.is_busy)
+            if not is_due:
+                self._due_from = step, time.monotonic()
+        is_archived = is_crossed(self._settings.archive_every_n_train_steps, self._seen_step, step)
+        if is_due or is_archived:
+            return "full"
+        return (
+            "weights"
+            if is_crossed(self._settings.save_weights_only_every_n_train_steps, self._seen_step, step)
+            else None
+        )
 
-    def save(self, trainer: Trainer, folder: str, *, must_succeed: bool = False) -> str:
-        """Writes `folder/step-…` from all ranks' states, then prunes.
+    @property
+    def may_wait(self) -> bool:
+        """Whether a save may go on in the background: not the first, without which nothing would be on disk."""
+        return self._settings.async_save and bool(self.last_path)
 
-        A failed save leaves the checkpoints before it as they are. It warns, and training goes on, unless
-        `must_succeed`, or it is the first of this run in its folder (nothing would be there), or the first after an
-        optimizer step finds state that has no encoding.
+    def pass_by(self, trainer: Trainer) -> None:
+        """Notes that a cut is left, with or without a save."""
+        self._seen_step = trainer.global_step
 
-        Returns:
-            The newest checkpoint's path: this one, or the one before it if this one failed.
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        trainer: Trainer,
+        io: AtomicCheckpointIO,
+        folder: str,
+        *,
+        kind: str = "full",
+        in_background: bool = False,
+        must_succeed: bool = False,
+    ) -> None:
+        """Writes `folder/step-…` from all ranks' states, then prunes. All ranks must call.
+
+        A save in flight is waited for. A failed save leaves the checkpoints before it as they are. It warns, and
+        training goes on, unless `must_succeed`, or it is the first of this run in its folder (nothing would be there),
+        or the first after an optimizer step finds state that has no encoding.
+
+        Args:
+            trainer: at the cut.
+            io: writes.
+            folder: of the checkpoints.
+            kind: "full" or "weights".
+            in_background: return as soon as the state was copied.
+            must_succeed: raise if it fails.
+
+        Raises:
+            ResumeError, OSError: it failed, and may not.
+            BackgroundSaveError: the one before it failed in a way that no file system fails.
         """
         begun = time.monotonic()
+        self.settle(trainer)
         path = os.path.join(folder, step_dirname(trainer.global_step))
-        checkpoint = loops.dump(trainer)
+        checkpoint = loops.dump(trainer, weights_only=kind == "weights")
         check_dump(trainer, checkpoint)
-        failure = decide(trainer, _write(trainer, checkpoint, path))
-        self.begin(trainer.global_step, time.monotonic())
+        failure = decide(trainer, self._write(trainer, io, checkpoint, path, in_background))
+        if kind == "full":
+            self._due_from = trainer.global_step, time.monotonic()
         if failure is not None:
-            is_first = not self.last_path or (isinstance(failure, UnsupportedStateError) and not self._has_saved)
-            if must_succeed or is_first:
-                raise failure
-            rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
-            return self.last_path
-        self.last_path = path
-        self._has_saved |= trainer.global_step > 0
-        if trainer.is_global_zero:
-            self._prune(folder)
-        self._stretch(time.monotonic() - begun)
-        return path
+            self._fail(path, failure, must_succeed=must_succeed)
+            return
+        if kind == "full":
+            self._has_saved |= trainer.global_step > 0
+            self._saved_step = trainer.global_step
+        if in_background:
+            self._in_flight = path
+        elif kind == "full":
+            self.last_path = path
+        if in_background == self._settings.async_save:
+            self._stretch(time.monotonic() - begun)
 
-    def _prune(self, folder: str) -> None:
+    def settle(self, trainer: Trainer) -> None:
+        """Waits for the save in flight, if there is one, and tells how it ended. All ranks must call.
+
+        Raises:
+            BackgroundSaveError: it failed in a way that no file system fails.
+        """
+        path, self._in_flight = self._in_flight, ""
+        if not path:
+            self._writer.wait()  # for memory that is being made ready
+            self._writer.collect()
+            return
+        self._writer.wait()
+        outcome = self._writer.collect()
+        error = decide(trainer, outcome.error if outcome else None)
+        if error is None:
+            self.last_path = path
+            return
+        self._saved_step = -1  # the end of training tries again
+        if not isinstance(error, ResumeError | OSError):
+            raise BackgroundSaveError(path, f"{type(error).__name__}: {error}") from error
+        if not self._told_of_failure:
+            self._fail(path, error)
+        self._told_of_failure = False
+
+    def poll(self, trainer: Trainer) -> None:
+        """Tells of a save in flight that is over; costs nothing otherwise."""
+        if self._in_flight and trainer.world_size == 1 and not self._writer.is_busy:
+            self.settle(trainer)
+
+    def _write(
+        self, trainer: Trainer, io: AtomicCheckpointIO, checkpoint: dict[str, Any], path: str, in_background: bool
+    ) -> Exception | None:
+        """Writes on rank 0; returns the failure instead of raising it, so that the other ranks do not wait in vain."""
+        if not trainer.is_global_zero:
+            return None
+        try:
+            if os.path.lexists(path) and not os.path.isdir(path):
+                raise CheckpointExistsError(path)
+            prepared = io.prepare(checkpoint, path)
+            job = self._job(prepared, os.path.dirname(path), trainer.global_step)
+            if in_background and self._is_copied(prepared):
+                self._writer.submit(path, job)
+            else:
+                job()
+        except (ResumeError, OSError) as error:
+            return error
+        return None
+
+    def _job(self, prepared: PreparedCheckpoint, folder: str, global_step: int) -> Callable[[], None]:
+        def job() -> None:
+            prepared.commit()
+            self._prune(folder, global_step)  # only now: nothing is deleted before its successor is durable
+
+        return job
+
+    def _is_copied(self, prepared: PreparedCheckpoint) -> bool:
+        try:
+            prepared.copy_into(self._image)
+        except MemoryError as error:
+            warnings.warn(f"the save {str(prepared.path)!r} is made at once: no {error}", stacklevel=2)
+            return False
+        return True
+
+    def _fail(self, path: str, failure: BaseException, *, must_succeed: bool = False) -> None:
+        is_first = not self.last_path or (isinstance(failure, UnsupportedStateError) and not self._has_saved)
+        if must_succeed or is_first:
+            raise failure
+        rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
+
+    def _prune(self, folder: str, global_step: int) -> None:
         # Newer ones are of another timeline, which a run that was resumed from an older step has yet to pass.
         paths = {info.global_step or 0: info.path for info in step_checkpoints(folder)}
-        steps = [step for step in paths if step <= self._last_step]
+        steps = [step for step in paths if step <= global_step]
         try:
-            prune_checkpoints([paths[step] for step in to_prune(steps, self.keep_last_k)])
+            prune_checkpoints([paths[step] for step in to_prune(steps, self._settings.keep_last_k)])
         except (ResumeError, OSError) as error:
             warnings.warn(f"could not delete old checkpoints in {folder!r}: {error}", stacklevel=2)
 
     def _stretch(self, stall_seconds: float) -> None:
-        interval = self.cadence.interval_seconds
-        if not self.may_stretch or interval is None:
+        interval = self._cadence.interval_seconds
+        if not self._may_stretch or interval is None:
             return
         longer = stretched_interval(interval, stall_seconds)
         if longer > interval:
-            self.may_stretch = False
-            self.cadence = Cadence(self.cadence.every_n_train_steps, longer)
+            self._may_stretch = False
+            self._cadence = Cadence(self._cadence.every_n_train_steps, longer)
             rank_zero_info(
-                f"A save takes {stall_seconds:.1f} s: saving every {longer:.0f} s to cost at most 5 % of the time."
+                f"A save stops training for {stall_seconds:.1f} s: saving every {longer:.0f} s "
+                "to cost at most 5 % of the time."
             )
-
-
-def _write(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> Exception | None:
-    """Writes on rank 0; returns the failure instead of raising it, so that the other ranks do not wait in vain."""
-    try:
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise CheckpointExistsError(path)
-        trainer.strategy.save_checkpoint(checkpoint, path)
-    except (ResumeError, OSError) as error:
-        return error
-    return None

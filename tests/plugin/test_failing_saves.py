@@ -69,7 +69,7 @@ def test_a_failed_periodic_save_warns_and_training_goes_on(
     """A disk that is full (or fails) for two saves: a warning for each, every batch is trained, later saves succeed."""
     module = NotedToy()
     faults = Faults(monkeypatch.setattr, operation, {4, 5})
-    trainer = make_trainer(tmp_path, faults, plugin(tmp_path / "ck"), max_epochs=1)
+    trainer = make_trainer(tmp_path, faults, plugin(tmp_path / "ck", async_save=False), max_epochs=1)
 
     with pytest.warns(UserWarning, match="FAILED; training goes on") as warned:
         trainer.fit(module, loader())
@@ -86,11 +86,14 @@ def test_a_failed_periodic_save_warns_and_training_goes_on(
 
 
 def test_a_failed_save_costs_no_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `keep_last_k=1` the only checkpoint stays until its successor is durable, and nothing else is left over."""
+    """With `keep_last_k=1` the only one stays until its successor is durable; that the end is not on disk is an error."""
     faults = Faults(monkeypatch.setattr, "write", set(range(4, 100)))
-    trainer = make_trainer(tmp_path, faults, plugin(tmp_path / "ck", keep_last_k=1), max_epochs=1)
+    trainer = make_trainer(tmp_path, faults, plugin(tmp_path / "ck", keep_last_k=1, async_save=False), max_epochs=1)
 
-    with pytest.warns(UserWarning, match="No space left on device"):
+    with (
+        pytest.warns(UserWarning, match="No space left on device"),
+        pytest.raises(CheckpointWriteError, match="No space left on device"),
+    ):
         trainer.fit(NotedToy(), loader())
 
     assert [(info.path.name, info.status) for info in scan_checkpoints(tmp_path / "ck", verify=True)] == [
