@@ -19,7 +19,7 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
-from lightning_resume.plugin import arguments, checks, loops, module_state, positional
+from lightning_resume.plugin import arguments, checks, frozen, loops, module_state, positional
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.history import LossHistory
@@ -56,6 +56,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         archive_every_n_train_steps: save at each multiple of so many optimizer steps, and keep these for ever.
         save_weights_only_every_n_train_steps: save the weights alone at each multiple of so many optimizer steps,
             unless a full save falls on it, and keep these for ever. One cannot resume training from them.
+        trainable_only: leave frozen parameters out of the checkpoints (LoRA and other adapters). A resume needs a model
+            that is built with the same frozen weights, and compares their digests.
         async_save: copy the state between two batches, and write it behind the training. The first save and the last
             are written at once.
         back_pressure: what a save does that falls due while another is being written. "wait": it waits for that one.
@@ -129,6 +131,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self.history = LossHistory()
         self._io = AtomicCheckpointIO(max_shard_bytes)
         self._saver = Saver(settings)
+        self._frozen = frozen.FrozenParameters()
         self._moment = "hook"
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
@@ -168,9 +171,12 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._io = trainer.strategy.checkpoint_io
         trainer.strategy.checkpoint_io = self._io
         self._io.fitting = None
+        self._io.complete = lambda path, checkpoint: frozen.complete(pl_module, path, checkpoint)
         if stage != "fit" or loops.is_dry_run(trainer):
             return
         checks.check_folder(self._folder(trainer))
+        if self.settings.trainable_only:
+            frozen.check_setup(trainer)
         if self._trainer is None or self._trainer() is not trainer:  # the same one goes on with its own run
             self._trainer, self._io.run_id = weakref.ref(trainer), uuid.uuid4().hex
         self._item_seed = positional.fresh_seed(trainer, self.settings.item_rng)
@@ -206,6 +212,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         if trainer.state.fn != TrainerFn.FITTING or loops.is_tuning(path):
             return
         checks.check_model(trainer, path, checkpoint)
+        if self.settings.trainable_only:
+            self._frozen.resume(trainer.lightning_module, checkpoint)
         if "rank_state" not in checkpoint:
             raise MissingStateError(
                 f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
@@ -250,6 +258,8 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training begins, or goes on."""
+        if self.settings.trainable_only and self._resume is None:
+            self._frozen.begin(pl_module)
         is_same_folder = self._resumed_from is not None and os.path.dirname(self._resumed_from) == self.dirpath
         self._saver.begin(trainer.global_step, (self._resumed_from or "") if is_same_folder else "")
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
@@ -352,7 +362,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._streams = streams = RNGState.capture()
         self._moment = moment
         try:
-            self._saver.save(trainer, self._io, self._folder(trainer), **how)
+            self._saver.save(trainer, self._io, self._folder(trainer), self._frozen, **how)
         finally:
             self._moment, self._streams = "hook", None
             streams.restore()  # a user's own save hooks may have drawn

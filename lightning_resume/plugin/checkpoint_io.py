@@ -55,6 +55,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.max_shard_bytes = max_shard_bytes
         self.run_id: str | None = None
         self.fitting: Fitting | None = None
+        self.complete: Callable[[str, dict[str, Any]], None] = lambda path, checkpoint: None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -109,13 +110,16 @@ class AtomicCheckpointIO(CheckpointIO):
                 "Load it in a Trainer without AtomicResumeCallback and AtomicCheckpointIO.",
             )
         if self.fitting is None:
-            return read_checkpoint(path, exclude={"optimizer_states"})
+            checkpoint = read_checkpoint(path, exclude={"optimizer_states"})
+            self.complete(os.fspath(path), checkpoint)
+            return checkpoint
         path = self.fitting.agree(os.fspath(path))
         num_ranks = read_index(path).num_ranks
         if num_ranks not in (0, self.fitting.world_size) and not self.fitting.may_change_world_size:
             raise WorldSizeError(num_ranks, self.fitting.world_size)
         rank = min(self.fitting.rank, num_ranks - 1) if num_ranks else None
         checkpoint = read_checkpoint(path, rank=rank)
+        self.complete(os.fspath(path), checkpoint)
         self.fitting.before_restore(os.fspath(path), checkpoint)
         return checkpoint
 

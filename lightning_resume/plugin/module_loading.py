@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.core.saving import _load_state
 
 from lightning_resume.format.checkpoint import read_checkpoint
+from lightning_resume.plugin import frozen
 
 M = TypeVar("M", LightningModule, LightningDataModule)
 
@@ -27,9 +29,22 @@ def load_module(cls: type[M], path: str | os.PathLike[str], *, strict: bool | No
 
     Raises:
         CheckpointError: nothing whole is there; the subclass tells what is wrong.
+        StateMismatchError: it was saved with `trainable_only`, and the module was built with other frozen weights.
     """
     checkpoint = read_checkpoint(path, exclude={"optimizer_states"})
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
-    options: dict[str, Any] = {"strict": strict} if issubclass(cls, LightningModule) else {}
-    module: Any = _load_state(cls, checkpoint, **options, **kwargs)
+    if not issubclass(cls, LightningModule):
+        return _build(cls, checkpoint, kwargs)
+    if not checkpoint.get(frozen.KEY):
+        return _build(cls, checkpoint, {"strict": strict, **kwargs})
+    with warnings.catch_warnings():  # of missing keys, which are added below
+        warnings.simplefilter("ignore")
+        module = _build(cls, checkpoint, {"strict": False, **kwargs})
+    frozen.complete(module, path, checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
+    return module
+
+
+def _build(cls: type[M], checkpoint: dict[str, Any], options: dict[str, Any]) -> M:
+    module: Any = _load_state(cls, checkpoint, **options)
     return module  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -19,6 +20,7 @@ from lightning_resume.plugin import loops
 from lightning_resume.plugin.arguments import Settings
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.checks import check_dump
+from lightning_resume.plugin.frozen import FrozenParameters
 from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
 from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence, is_crossed, stretched_interval, to_prune
@@ -108,6 +110,7 @@ class Saver:
         trainer: Trainer,
         io: AtomicCheckpointIO,
         folder: str,
+        frozen: FrozenParameters,
         *,
         kind: str = "full",
         in_background: bool = False,
@@ -123,6 +126,7 @@ class Saver:
             trainer: at the cut.
             io: writes.
             folder: of the checkpoints.
+            frozen: what `trainable_only` leaves out.
             kind: "full" or "weights".
             in_background: return as soon as the state was copied.
             must_succeed: raise if it fails.
@@ -136,7 +140,11 @@ class Saver:
         path = os.path.join(folder, step_dirname(trainer.global_step))
         checkpoint = loops.dump(trainer, weights_only=kind == "weights")
         check_dump(trainer, checkpoint)
-        failure = decide(trainer, self._write(trainer, io, checkpoint, path, in_background))
+        module = trainer.lightning_module
+        if self._settings.trainable_only:
+            checkpoint = frozen.leave_out(module, checkpoint)
+        check = functools.partial(frozen.require_unchanged, module)
+        failure = decide(trainer, self._write(trainer, io, checkpoint, path, check, in_background))
         if kind == "full":
             self._due_from = trainer.global_step, time.monotonic()
         if failure is not None:
@@ -182,7 +190,13 @@ class Saver:
             self.settle(trainer)
 
     def _write(
-        self, trainer: Trainer, io: AtomicCheckpointIO, checkpoint: dict[str, Any], path: str, in_background: bool
+        self,
+        trainer: Trainer,
+        io: AtomicCheckpointIO,
+        checkpoint: dict[str, Any],
+        path: str,
+        check: Callable[[], None],
+        in_background: bool,
     ) -> Exception | None:
         """Writes on rank 0; returns the failure instead of raising it, so that the other ranks do not wait in vain."""
         if not trainer.is_global_zero:
@@ -191,7 +205,7 @@ class Saver:
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CheckpointExistsError(path)
             prepared = io.prepare(checkpoint, path)
-            job = self._job(prepared, os.path.dirname(path), trainer.global_step)
+            job = self._job(prepared, check, os.path.dirname(path), trainer.global_step)
             if in_background and self._is_copied(prepared):
                 self._writer.submit(path, job)
             else:
@@ -200,8 +214,11 @@ class Saver:
             return error
         return None
 
-    def _job(self, prepared: PreparedCheckpoint, folder: str, global_step: int) -> Callable[[], None]:
+    def _job(
+        self, prepared: PreparedCheckpoint, check: Callable[[], None], folder: str, global_step: int
+    ) -> Callable[[], None]:
         def job() -> None:
+            check()
             prepared.commit()
             self._prune(folder, global_step)  # only now: nothing is deleted before its successor is durable
 

@@ -86,7 +86,7 @@ def test_a_failed_periodic_save_warns_and_training_goes_on(
 
 
 def test_a_failed_save_costs_no_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `keep_last_k=1` the only one stays until its successor is durable; that the end is not on disk is an error."""
+    """With `keep_last_k=1` the only one stays until its successor is durable; fit raises if its end is not on disk."""
     faults = Faults(monkeypatch.setattr, "write", set(range(4, 100)))
     trainer = make_trainer(tmp_path, faults, plugin(tmp_path / "ck", keep_last_k=1, async_save=False), max_epochs=1)
 
