@@ -284,6 +284,7 @@ class AtomicResumeCallback(ModelCheckpoint):
                 self._save(trainer, "cut", must_succeed=True)
             return
         self._saver.poll(trainer)
+        self._saver.make_ready(trainer)
         if loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
             return
         kind = self._saver.due(trainer)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -50,6 +51,7 @@ class Saver:
         self._seen_step = 0  # at the last cut
         self._in_flight = ""
         self._told_of_failure = False
+        self._has_memory = False
         self._has_saved = False  # with what the first optimizer step adds to the state
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -160,6 +162,17 @@ class Saver:
         if in_background == self._settings.async_save:
             self._stretch(time.monotonic() - begun)
 
+    def make_ready(self, trainer: Trainer) -> None:
+        """Gets the memory for the copies, once there is optimizer state: behind the training, not in the first save."""
+        if self._has_memory or not self.may_wait or not self._writer.is_idle:
+            return
+        if not any(optimizer.state for optimizer in trainer.optimizers):
+            return
+        self._has_memory = True
+        if trainer.is_global_zero:
+            num_bytes = _state_bytes(trainer)
+            self._writer.submit("memory", lambda: self._image.reserve(num_bytes))
+
     def settle(self, trainer: Trainer) -> None:
         """Waits for the save in flight, if there is one, and tells how it ended. All ranks must call.
 
@@ -259,3 +272,11 @@ class Saver:
                 f"A save stops training for {stall_seconds:.1f} s: saving every {longer:.0f} s "
                 "to cost at most 5 % of the time."
             )
+
+
+def _state_bytes(trainer: Trainer) -> int:
+    """Size of the model's and the optimizers' state, with something for headers, and for what else there is."""
+    values: list[Any] = list(trainer.lightning_module.state_dict().values())
+    for optimizer in trainer.optimizers:
+        values += (value for state in optimizer.state.values() for value in state.values())
+    return 2**20 + sum(value.nbytes * 101 // 100 for value in values if isinstance(value, torch.Tensor))
