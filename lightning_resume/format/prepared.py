@@ -17,9 +17,10 @@ import torch
 from lightning_resume.errors import CheckpointWriteError, ResumeError, UnsupportedSetupError, UnsupportedStateError
 from lightning_resume.format.blobs import BlobStore
 from lightning_resume.format.codecs import is_plain_text
-from lightning_resume.format.durable import FileWriter, commit_directory, require_replaceable, write_file
+from lightning_resume.format.durable import commit_directory, require_replaceable, write_file
 from lightning_resume.format.image import Image
 from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
+from lightning_resume.format.lanes import default_lanes, write_files
 from lightning_resume.format.planned import PlannedFile, plan_group
 from lightning_resume.format.registry import find_encoder
 from lightning_resume.format.skeleton import state_to_bytes
@@ -56,8 +57,12 @@ class PreparedCheckpoint:
         for file, memory in zip(self._files, image.divide([file.num_bytes for file in self._files]), strict=True):
             file.copy_into(memory)
 
-    def commit(self) -> CheckpointIndex:
+    def commit(self, num_threads: int | None = None) -> CheckpointIndex:
         """Writes the files and makes the directory appear at its path, whole and durable, or not at all.
+
+        Args:
+            num_threads: threads that hash, each with another beside it that writes; by default one for each core, up
+                to four. One is enough in the background: two would take the training's cores from it.
 
         Returns:
             The index, as it is on disk.
@@ -66,16 +71,17 @@ class PreparedCheckpoint:
             CheckpointExistsError, CheckpointWriteError, UnsupportedStateError: as `write_checkpoint` says.
         """
         try:
-            return commit_directory(self.path, self._fill, overwrite=self._overwrite)
+            fill = functools.partial(self._fill, num_threads=num_threads or default_lanes())
+            return commit_directory(self.path, fill, overwrite=self._overwrite)
         except ResumeError:
             raise
         except OSError as error:
             raise CheckpointWriteError(self.path, error) from error
 
-    def _fill(self, directory: Path) -> CheckpointIndex:
-        files = {file.name: file.write(directory) for file in self._files}
+    def _fill(self, directory: Path, num_threads: int) -> CheckpointIndex:
+        files = write_files(directory, self._files, num_threads)
         index, data = index_to_bytes(self._draft.with_files(files))
-        write_file(directory / INDEX_NAME, functools.partial(FileWriter.write, data=data))
+        write_file(directory / INDEX_NAME, data)
         return index
 
 
