@@ -1,17 +1,26 @@
-"""Copying the contents of a file into memory: many small tensors by few calls, large ones by torch's own threads."""
+"""Copying the contents of files into memory: what a save in the background makes training wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
 from typing import Union
 
 import numpy as np
 import torch
 
 from lightning_resume.format.blobs import Blob
+from lightning_resume.format.memory import compare_memory
 from lightning_resume.format.tensors import TORCH_DTYPES, bytes_in_place, bytes_of, has_memory
+from lightning_resume.format.threads import default_threads, for_each
 
 Part = Union[bytes, Blob]  # noqa: UP007 (evaluated when the module is loaded, on Python 3.10 too)
+Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
+Queue = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors to copy to, tensors to copy from
+
+PIECE_BYTES = 8 * 2**20  # what a thread copies at a time
+LARGE_BYTES = 2**18  # smaller pieces are left to one thread: several python threads over them are slower
+SHARED_BYTES = 32 * 2**20  # less than this is not worth a thread
 
 # Copied as integers of the same size: not every kernel knows these, and one might tidy up a bool that is neither 0
 # nor 1.
@@ -36,79 +45,134 @@ def part_data(part: Part) -> memoryview:
     return part.data() if isinstance(part, Blob) else memoryview(part)
 
 
-def copy_parts(parts: Sequence[Part], memory: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copies parts one behind the other. Draws no random number, leaves no trace in an autograd graph.
+def copy_parts(parts: Sequence[Part], memory: torch.Tensor) -> None:
+    """Copies the parts of one file, or some of them, on this thread; see `copy_files`."""
+    layout = _Layout(parts, memory)
+    for piece in layout.pieces:
+        ctypes.memmove(*piece)
+    layout.copy_tensors()
+
+
+def copy_files(
+    files: Sequence[tuple[Sequence[Part], torch.Tensor]], *, compare: Collection[int] = (), non_blocking: bool = False
+) -> list[bool]:
+    """Copies the contents of files, much of it on several threads. Draws no random number, touches no autograd graph.
+
+    Torch's own threads would meet after every tensor; where the cores are busy, that takes many times as long.
 
     Args:
-        parts: what to copy.
-        memory: uint8, 1-D, of just the size of all parts; its first byte is aligned as that of the first part is in
-            its file, so that every tensor lies at a multiple of its item size.
+        files: for each its parts, and where they go: uint8, 1-D, of just their size, at the beginning of a page.
+        compare: numbers of the files that are compared with what is in memory before, byte for byte.
         non_blocking: copies from an accelerator are only queued, on its current stream.
+
+    Returns:
+        For each file whether it was compared and found equal.
 
     Raises:
         UnsupportedStateError: a value changed its size since it was planned.
     """
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    end = 0
-    with torch.no_grad():
-        for dtype, run in _runs(parts):
-            begin = end
-            end += sum(map(part_bytes, run))
-            if dtype is None:
-                np.copyto(memory[begin:end].numpy(), np.frombuffer(part_data(run[0]), np.uint8))
-            else:
-                _pair(dtype, run, memory[begin:end], targets, sources)
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+    layouts = [_Layout(parts, memory) for parts, memory in files]
+    is_equal = [number in compare and not layout.targets for number, layout in enumerate(layouts)]
+
+    def copy(bundle: tuple[int, list[Piece]]) -> None:
+        number, pieces = bundle
+        for piece in pieces:
+            if is_equal[number]:  # so far
+                if compare_memory(*piece):
+                    continue
+                is_equal[number] = False
+            ctypes.memmove(*piece)
+
+    for layout in layouts:
+        layout.copy_tensors(non_blocking=non_blocking)
+    large: list[tuple[int, list[Piece]]] = []
+    for number, layout in enumerate(layouts):
+        copy((number, [piece for piece in layout.pieces if piece[2] < LARGE_BYTES]))
+        large += ((number, bundle) for bundle in _bundles(layout.pieces))
+    is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
+    for_each(large, copy, default_threads() if is_much else 1)
+    return is_equal
 
 
-def _pair(
-    dtype: str, blobs: Sequence[Blob], place: torch.Tensor, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> None:
-    item_bytes = TORCH_DTYPES[dtype].itemsize
-    copied_as = _COPIED_AS.get(dtype)
-    pieces = place.view(copied_as or TORCH_DTYPES[dtype]).split_with_sizes(
-        [blob.num_bytes // item_bytes for blob in blobs]
-    )
-    for blob, piece in zip(blobs, pieces, strict=True):
-        tensor: torch.Tensor = blob.owner
-        numel = tensor.numel()
-        is_contiguous = tensor.is_contiguous()
-        if numel * item_bytes != blob.num_bytes or not has_memory(tensor, numel if is_contiguous else None):
-            blob.refuse_change()
-        if copied_as is not None:
-            tensor = tensor.view(copied_as)
-        if tensor.dim() != 1:
-            if is_contiguous:
-                tensor = tensor.view(-1)
-            else:
-                piece = piece.view(tensor.shape)
-        targets.append(piece)
-        sources.append(tensor)
+def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The large pieces, cut and put together to what is worth a turn of a thread."""
+    bundle: list[Piece] = []
+    num_bytes = 0
+    for to, source, size in pieces:
+        if size < LARGE_BYTES:
+            continue
+        for begin in range(0, size, PIECE_BYTES):
+            count = min(PIECE_BYTES, size - begin)
+            bundle.append((to + begin, source + begin, count))
+            num_bytes += count
+            if num_bytes >= PIECE_BYTES:
+                yield bundle
+                bundle, num_bytes = [], 0
+    if bundle:
+        yield bundle
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[tuple[str | None, list[Blob]]]:
-    """Neighbours that can be copied as tensors of one dtype; None with each part that is copied on its own."""
-    run: list[Blob] = []
-    run_dtype = None
-    for part in parts:
-        dtype = _copyable_dtype(part)
-        if run and (dtype is None or dtype != run_dtype):
-            yield run_dtype, run
-            run = []
-        run_dtype = dtype
-        run.append(part)  # type: ignore[arg-type]
-    if run:
-        yield run_dtype, run
+class _Layout:
+    """What of a file is to be copied where: pieces of memory, and tensors that torch copies.
+
+    Args:
+        parts: of the file; the layout keeps them alive, with the memory that it has the addresses of.
+        memory: where they go.
+    """
+
+    def __init__(self, parts: Sequence[Part], memory: torch.Tensor) -> None:
+        self.pieces: list[Piece] = []
+        self.targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._kept: list[object] = [parts]
+        place, begin = memory.data_ptr(), 0
+        for part in parts:
+            if not isinstance(part, Blob):
+                self._add(place + begin, memoryview(part))
+                begin += len(part)
+                continue
+            num_bytes = part.num_bytes
+            if part.source is bytes_in_place:
+                self.pieces.append((place + begin, _address(part), num_bytes))
+            elif _is_copyable(part):
+                tensor = part.owner
+                copied_as = _COPIED_AS.get(part.dtype, tensor.dtype)
+                self.targets.append(memory[begin : begin + num_bytes].view(copied_as).view(tensor.shape))
+                self._sources.append(tensor.detach().view(copied_as))
+            elif num_bytes:
+                self._add(place + begin, part.data())
+            begin += num_bytes
+
+    def copy_tensors(self, *, non_blocking: bool = False) -> None:
+        """Copies the tensors that do not lie in memory as they do in the file, or that an accelerator has."""
+        if self.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, self._sources, non_blocking=non_blocking)
+
+    def _add(self, to: int, data: memoryview) -> None:
+        array = np.frombuffer(data, np.uint8)
+        self._kept.append(array)
+        self.pieces.append((to, array.ctypes.data, array.nbytes))
 
 
-def _copyable_dtype(part: Part) -> str | None:
-    if not isinstance(part, Blob) or not part.num_bytes:
-        return None
-    if part.source is bytes_in_place:
-        return part.dtype
-    tensor = part.owner
-    if part.source is not bytes_of or tensor.dtype is not TORCH_DTYPES[part.dtype]:
-        return None
-    return None if tensor.is_conj() or tensor.is_neg() else part.dtype
+def _address(blob: Blob) -> int:
+    """Where a contiguous tensor's data lies; what is copied from there without another look is all there."""
+    tensor: torch.Tensor = blob.owner
+    numel = tensor.numel()
+    if numel * tensor.element_size() != blob.num_bytes or not tensor.is_contiguous():
+        blob.refuse_change()
+    if numel and not has_memory(tensor, numel):
+        blob.refuse_change()
+    return tensor.data_ptr()
+
+
+def _is_copyable(blob: Blob) -> bool:
+    """Whether torch can copy a blob to where its bytes are to be: a tensor with strides, or on an accelerator."""
+    if blob.source is not bytes_of or not blob.num_bytes:
+        return False
+    tensor: torch.Tensor = blob.owner
+    if tensor.dtype is not TORCH_DTYPES[blob.dtype] or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.numel() * tensor.element_size() != blob.num_bytes or not has_memory(tensor):
+        blob.refuse_change()
+    return True

@@ -6,10 +6,8 @@ follow each other. A checkpoint of a few MB is written without any thread.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import os
 import queue
 import threading
 from collections import deque
@@ -20,9 +18,9 @@ from typing import Protocol
 from lightning_resume.format.blocks import Block, Buffer
 from lightning_resume.format.index import FileEntry
 from lightning_resume.format.output import OutputFile
+from lightning_resume.format.threads import beside
 
-MAX_LANES = 4
-BUFFERS_PER_LANE = 3  # one being filled, one being written, one between: 48 MiB in all lanes
+BUFFERS_PER_LANE = 3  # one being filled, one being written, one between: 48 MiB in four lanes
 DIRECT_BYTES = 2**20  # smaller files are left to the page cache
 INLINE_BYTES = 4 * 2**20  # in all; below it a thread costs more than it saves
 
@@ -35,12 +33,6 @@ class Source(Protocol):
 
     def blocks(self, take: Callable[[], Buffer]) -> Iterator[Block]:
         """Its bytes, in buffers from `take` where they do not lie in memory already."""
-
-
-def default_lanes() -> int:
-    """As many as there are cores that this process may use, up to `MAX_LANES`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_LANES, cores)
 
 
 def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dict[str, FileEntry]:
@@ -63,7 +55,7 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
         run.attempt(lambda: _hash_inline(run))
     else:
         lanes = [threading.Thread(target=_lane, args=(run,)) for _ in range(min(num_lanes, len(files)) - 1)]
-        run.attempt(lambda: _beside(lanes, lambda _: _lane(run)))
+        run.attempt(lambda: beside(lanes, lambda _: _lane(run)))
     if run.failure is not None:
         raise run.failure
     return {file.name: run.entries[file.name] for file in files}
@@ -86,32 +78,6 @@ class _Run:
             self.failure = self.failure or error
 
 
-def _beside(threads: Sequence[threading.Thread], action: Callable[[bool], None]) -> None:
-    """Does something while threads run, none of which outlives it: not even an interrupt lets go of them.
-
-    Args:
-        threads: to be started. Those that the system has no room for are left out.
-        action: is told whether all of them run.
-    """
-    late: BaseException | None = None
-    started: list[threading.Thread] = []
-    try:
-        for thread in threads:
-            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
-                thread.start()
-                started.append(thread)
-        action(len(started) == len(threads))
-    finally:
-        for thread in started:
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except BaseException as error:  # a second interrupt
-                    late = error
-    if late is not None:
-        raise late
-
-
 def _lane(run: _Run) -> None:
     """Hashes one file after the other while another thread writes them."""
     messages: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
@@ -128,7 +94,7 @@ def _lane(run: _Run) -> None:
         finally:
             messages.put(None)
 
-    run.attempt(lambda: _beside([threading.Thread(target=writer.work_off, args=(messages,))], hash_beside))
+    run.attempt(lambda: beside([threading.Thread(target=writer.work_off, args=(messages,))], hash_beside))
 
 
 def _hash_inline(run: _Run) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from lightning_resume.format.blobs import Blob
 from lightning_resume.format.blocks import Block, Buffer, gathered_blocks, image_blocks
-from lightning_resume.format.gather import Part, copy_parts, part_bytes
+from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.header import DTYPE_BYTES, build_header
 from lightning_resume.format.strict_json import dump_json
 from lightning_resume.format.verify import WEIGHT_MAP_NAME
@@ -38,19 +36,6 @@ class PlannedFile:
 
     def __post_init__(self) -> None:
         self.num_bytes = sum(map(part_bytes, self.parts))
-
-    def copy_into(self, memory: torch.Tensor, *, non_blocking: bool = False) -> None:
-        """Copies all of the file's bytes to `memory`, which becomes its image.
-
-        Args:
-            memory: uint8, 1-D, `num_bytes` bytes, at the beginning of a page.
-            non_blocking: copies from an accelerator are only queued.
-
-        Raises:
-            UnsupportedStateError: a value changed its size since it was planned.
-        """
-        copy_parts(self.parts, memory, non_blocking=non_blocking)
-        self.image = memory.numpy().data
 
     def blocks(self, take: Callable[[], Buffer]) -> Iterator[Block]:
         """The file's bytes, block after block; see `gathered_blocks`."""
