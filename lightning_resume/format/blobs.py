@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
+from lightning_resume.errors import UnsupportedStateError
 from lightning_resume.format.header import DTYPE_BYTES
 from lightning_resume.format.skeleton import GROUP, NAME, TAG
 
@@ -18,7 +19,7 @@ def join_key_path(keys: Iterable[object]) -> str:
     return ".".join(str.__str__(key) if isinstance(key, str) else repr(key) for key in keys)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Blob:
     """One piece of data.
 
@@ -29,7 +30,8 @@ class Blob:
         is_direct: whether it is an entry of the model's state dict itself, whose name readers rely on.
         dtype: its safetensors dtype.
         shape: its shape in the file.
-        source: gives its bytes, when they are to be written; may copy.
+        num_bytes: size of the data.
+        source: gives the owner's bytes, when they are to be written; may copy.
         owner: keeps the memory alive, and with it the identity that `BlobStore` compares.
         nodes: skeleton nodes that refer to it.
         aliases: further names in the model's state dict.
@@ -42,10 +44,11 @@ class Blob:
     is_direct: bool
     dtype: str
     shape: tuple[int, ...]
-    source: Callable[[], memoryview]
-    owner: object
-    nodes: list[dict[str, Any]] = field(default_factory=list)
-    aliases: list[str] = field(default_factory=list)
+    num_bytes: int
+    source: Callable[[Any], memoryview]
+    owner: Any
+    nodes: list[dict[str, Any]]
+    aliases: list[str] | None = None
     name: str = ""
 
     @property
@@ -53,10 +56,20 @@ class Blob:
         """Where it was met first, as text."""
         return join_key_path(self.path)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data."""
-        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+    def data(self) -> memoryview:
+        """Its bytes.
+
+        Raises:
+            UnsupportedStateError: the value changed its size since it was planned.
+        """
+        data = self.source(self.owner)
+        if len(data) != self.num_bytes:
+            self.refuse_change()
+        return data
+
+    def refuse_change(self) -> NoReturn:
+        """Raises `UnsupportedStateError`: the header that was planned would contradict the data."""
+        raise UnsupportedStateError(self.key_path, "it changed while it was saved", "Save a copy of it.")
 
 
 class BlobStore:
@@ -80,7 +93,7 @@ class BlobStore:
         identity: Hashable,
         dtype: str,
         shape: tuple[int, ...],
-        source: Callable[[], memoryview],
+        source: Callable[[Any], memoryview],
         owner: object,
     ) -> dict[str, Any]:
         """A skeleton node that refers to data; its name is filled in by `assign_names`.
@@ -92,35 +105,43 @@ class BlobStore:
             identity: equal for equal memory.
             dtype: safetensors dtype.
             shape: shape in the file.
-            source: gives the bytes.
+            source: gives the owner's bytes.
             owner: the object that holds the memory.
         """
-        is_direct = len(path) == 2 and path[0] == self._model_key and type(path[1]) is str
-        in_group = path[1:] if group in ("model", "optimizer") else path
-        wanted = str(path[1]) if is_direct else join_key_path(in_group) or "value"
         blob = self._known.get(identity)
         if blob is None:
-            blob = Blob(group, path, wanted, is_direct, dtype, shape, source, owner)
+            is_direct, wanted = self._wanted_name(group, path)
+            node: dict[str, Any] = {TAG: tag, GROUP: group, NAME: ""}
+            num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
+            blob = Blob(group, path, wanted, is_direct, dtype, shape, num_bytes, source, owner, [node])
             self._known[identity] = blob
             self.groups.setdefault(group, []).append(blob)
-        elif is_direct and blob.group == group:
+            return node
+        is_direct, wanted = self._wanted_name(group, path)
+        if is_direct and blob.group == group:
             if blob.is_direct:
-                blob.aliases.append(wanted)
+                blob.aliases = [*(blob.aliases or ()), wanted]
             else:
                 blob.wanted, blob.is_direct = wanted, True
-        node: dict[str, Any] = {TAG: tag, GROUP: blob.group, NAME: ""}
+        node = {TAG: tag, GROUP: blob.group, NAME: ""}
         blob.nodes.append(node)
         return node
+
+    def _wanted_name(self, group: str, path: tuple[object, ...]) -> tuple[bool, str]:
+        if len(path) == 2 and path[0] == self._model_key and type(path[1]) is str:
+            return True, path[1]
+        in_group = path[1:] if group in ("model", "optimizer") else path
+        return False, join_key_path(in_group) or "value"
 
     def assign_names(self) -> None:
         """Gives every blob a name that is unique in its group, and tells the nodes."""
         for blobs in self.groups.values():
             taken: set[str] = set()
             suffixes: dict[str, int] = {}
-            exact = [blob for blob in blobs if blob.is_direct and _file_name(blob.wanted) == blob.wanted]
-            for blob in exact:
-                blob.name = blob.wanted
-                taken.add(blob.name)
+            for blob in blobs:
+                if blob.is_direct and _file_name(blob.wanted) == blob.wanted:
+                    blob.name = blob.wanted
+                    taken.add(blob.name)
             for blob in blobs:
                 if not blob.name:
                     blob.name = _unique(_file_name(blob.wanted), taken, suffixes)
@@ -142,4 +163,4 @@ def _file_name(name: str) -> str:
         return "__metadata__#"
     if len(name) > MAX_NAME_CHARS:
         name = name[:MAX_NAME_CHARS] + "…"
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")

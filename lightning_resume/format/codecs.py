@@ -59,7 +59,7 @@ def _encode_bytes(value: bytes | bytearray, walk: EncodeWalk) -> Any:
     tag = type(value).__name__
     if len(value) <= INLINE_BYTES:
         return {TAG: tag, "v": value.hex()}
-    return walk.refer(tag, ("bytes", id(value)), "U8", (len(value),), lambda: memoryview(value), value)
+    return walk.refer(tag, ("bytes", id(value)), "U8", (len(value),), memoryview, value)
 
 
 def _decoder_of_bytes(kind: Callable[[Any], Any]) -> Decoder:
@@ -74,8 +74,7 @@ def _decoder_of_bytes(kind: Callable[[Any], Any]) -> Decoder:
 def _encode_list(value: list[Any] | tuple[Any, ...], walk: EncodeWalk) -> Any:
     if len(value) >= PACKED_ITEMS and (packed := _pack(value)) is not None:
         tag, dtype = type(value).__name__, "F64" if packed.typecode == "d" else "I64"
-        data = memoryview(packed).cast("B")
-        return walk.refer(tag, ("packed", id(value)), dtype, (len(packed),), lambda: data, value)
+        return walk.refer(tag, ("packed", id(value)), dtype, (len(packed),), _packed_bytes, (packed, value))
     items = [walk.child(number, item) for number, item in enumerate(value)]
     return items if type(value) is list else {TAG: "tuple", "v": items}
 
@@ -86,6 +85,10 @@ def _pack(values: list[Any] | tuple[Any, ...]) -> array[Any] | None:
         return array("d", values) if kinds == {float} else array("q", values) if kinds == {int} else None
     except OverflowError:
         return None
+
+
+def _packed_bytes(owner: tuple[array[Any], Any]) -> memoryview:
+    return memoryview(owner[0]).cast("B")
 
 
 def _decoder_of_items(kind: Callable[[Any], Any]) -> Decoder:

@@ -2,14 +2,14 @@
 
 The ladder: every file written and fsynced in a hidden directory beside the target, that directory fsynced, renamed to
 its place, the parent fsynced, and only then anything deleted. A deletion is first a rename out of sight.
-Every change of the file system goes through the functions of this module, and in them through ``os.<call>``.
+Every change of the file system goes through the functions of this module and of `output`, and in them through
+``os.<call>``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Callable
@@ -18,99 +18,29 @@ from typing import TypeVar
 
 from lightning_resume.errors import CheckpointExistsError
 from lightning_resume.format.hidden import hidden_path, hidden_siblings
-from lightning_resume.format.index import INDEX_NAME, FileEntry
-
-BLOCK_BYTES = 4 * 2**20  # hashed, then written while it is still in the processor's cache
-GATHER_BYTES = 2**20  # small pieces are gathered up to this size
+from lightning_resume.format.index import INDEX_NAME
+from lightning_resume.format.output import OutputFile
 
 _NO_DIRECTORY_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 T = TypeVar("T")
 
 
-class FileWriter:
-    """A new file that is hashed while it is written; `finish` makes it durable."""
-
-    def __init__(self, path: Path) -> None:
-        """Creates the file; it must not exist. Permissions follow the umask.
-
-        Args:
-            path: where.
-
-        Raises:
-            OSError: it could not be created.
-        """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-        self._fd = os.open(path, flags, 0o666)
-        self._gathered = bytearray()
-        self._hash = hashlib.sha256()
-        self._num_bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Appends data; small pieces may wait for the next call or for `finish`."""
-        if len(data) < GATHER_BYTES:
-            self._gathered += data
-            if len(self._gathered) >= GATHER_BYTES:
-                self._flush()
-            return
-        self._flush()
-        view = memoryview(data)
-        for start in range(0, len(view), BLOCK_BYTES):
-            self._put(view[start : start + BLOCK_BYTES])
-
-    def finish(self) -> FileEntry:
-        """Writes what is left, fsyncs and closes the file.
-
-        Returns:
-            Size and digest of all that was handed to `write`.
-        """
-        self._flush()
-        os.fsync(self._fd)
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        return FileEntry(self._num_bytes, self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Closes the file if it is open; its contents are void."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._fd = -1
-
-    def _flush(self) -> None:
-        if self._gathered:
-            gathered, self._gathered = self._gathered, bytearray()
-            self._put(memoryview(gathered))
-
-    def _put(self, view: memoryview) -> None:
-        self._hash.update(view)
-        self._num_bytes += len(view)
-        while view:
-            written = os.write(self._fd, view)
-            if written <= 0:
-                raise OSError(errno.EIO, "the file system took no data")
-            view = view[written:]
-
-
-def write_file(path: Path, fill: Callable[[FileWriter], None]) -> FileEntry:
-    """Creates one durable file from what `fill` writes.
+def write_file(path: Path, data: bytes) -> None:
+    """Creates one durable file.
 
     Args:
         path: where; must not exist.
-        fill: is handed the open `FileWriter`.
-
-    Returns:
-        The file's size and digest.
+        data: its contents.
 
     Raises:
         OSError: from the file system; the file may be left in part.
     """
-    writer = FileWriter(path)
+    file = OutputFile(path)
     try:
-        fill(writer)
-        return writer.finish()
+        file.write(memoryview(data))
+        file.finish()
     finally:
-        writer.abandon()
+        file.abandon()
 
 
 def commit_directory(target: Path, fill: Callable[[Path], T], *, overwrite: bool) -> T:

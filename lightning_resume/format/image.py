@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
-ALIGNMENT = 4096  # a page: what unbuffered writing asks of memory
+import torch
+
+from lightning_resume.format.output import ALIGNMENT
 
 
 class Image:
@@ -16,15 +19,21 @@ class Image:
 
     def __init__(self) -> None:
         """Has no memory yet."""
-        self._memory: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     @property
     def num_bytes(self) -> int:
         """Size of the memory."""
-        return len(self._memory) if self._memory is not None else 0
+        return self._bytes.numel()
 
-    def divide(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Pieces of these sizes in bytes, each at the beginning of a page. All pieces that were handed out are void.
+    def divide(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Pieces of these sizes, each at the beginning of a page. What earlier pieces hold is overwritten with them.
+
+        Args:
+            sizes: in bytes.
+
+        Returns:
+            Tensors of uint8.
 
         Raises:
             MemoryError: there is no memory for them.
@@ -34,8 +43,7 @@ class Image:
             begins.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
         self.reserve(end)
-        view = memoryview(self._memory) if self._memory is not None else memoryview(b"")
-        return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        return [self._bytes[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
     def reserve(self, num_bytes: int) -> None:
         """Makes the memory at least so large, and touches its pages.
@@ -45,13 +53,16 @@ class Image:
         """
         if num_bytes <= self.num_bytes:
             return
-        self._memory = None  # given back before more is asked for
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
         try:
             memory = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:
             raise MemoryError(f"{num_bytes} bytes for a copy of the state") from error
-        if hasattr(mmap, "MADV_DONTFORK"):
-            memory.madvise(mmap.MADV_DONTFORK)
-        for place in range(0, num_bytes, ALIGNMENT):
-            memory[place] = 0
-        self._memory = memory
+        for advice in (
+            "MADV_DONTFORK",
+            "MADV_HUGEPAGE",
+        ):  # huge pages are touched in half the time, where there are any
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):
+                    memory.madvise(getattr(mmap, advice))
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()

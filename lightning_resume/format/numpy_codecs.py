@@ -18,16 +18,18 @@ _DTYPE_TEXT = re.compile(r"[<>|](?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA
 def _encode_array(value: np.ndarray[Any, Any], walk: EncodeWalk) -> Any:
     dtype = _describe(value.dtype, walk)
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    node = walk.refer("ndarray", ("ndarray", id(value)), "U8", (value.nbytes,), lambda: _bytes_of(value, order), value)
+    source = _bytes_of_transposed if order == "F" else _bytes_of
+    node = walk.refer("ndarray", ("ndarray", id(value)), "U8", (value.nbytes,), source, value)
     node.update(dtype, shape=list(value.shape), order=order)
     return node
 
 
-def _bytes_of(value: np.ndarray[Any, Any], order: str) -> memoryview:
-    if not value.nbytes:
-        return memoryview(b"")
-    contiguous = np.ascontiguousarray(value.T if order == "F" else value)
-    return contiguous.reshape(-1).view(np.uint8).data
+def _bytes_of(value: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.nbytes else memoryview(b"")
+
+
+def _bytes_of_transposed(value: np.ndarray[Any, Any]) -> memoryview:
+    return _bytes_of(value.T)
 
 
 def _decode_array(node: dict[str, Any], walk: DecodeWalk) -> Any:

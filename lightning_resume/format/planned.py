@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from lightning_resume.errors import UnsupportedStateError
 from lightning_resume.format.blobs import Blob
-from lightning_resume.format.durable import FileWriter, write_file
+from lightning_resume.format.blocks import Block, Buffer, gathered_blocks, image_blocks
+from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.header import DTYPE_BYTES, build_header
-from lightning_resume.format.index import FileEntry
 from lightning_resume.format.strict_json import dump_json
 from lightning_resume.format.verify import WEIGHT_MAP_NAME
 
@@ -20,70 +18,28 @@ ENTRY_BYTES = 200  # what an entry takes in the header besides its name and shap
 MAX_SHARDS = 99_999
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PlannedFile:
     """One file that is to be written.
 
     Attributes:
         name: its name in the checkpoint directory.
         parts: its contents, in order: bytes, and data that is still where it was met.
+        num_bytes: its size.
         image: all of its bytes, once they were copied; from then on `parts` is not looked at.
     """
 
     name: str
-    parts: list[bytes | Blob]
+    parts: list[Part]
+    num_bytes: int = field(init=False)
     image: memoryview | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        return sum(part.num_bytes if isinstance(part, Blob) else len(part) for part in self.parts)
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(map(part_bytes, self.parts))
 
-    def copy_into(self, memory: memoryview) -> None:
-        """Copies all of the file's bytes to `memory`, of `num_bytes` bytes, which becomes its image."""
-        end = 0
-        for data in self.contents():
-            begin, end = end, end + len(data)
-            memory[begin:end] = data
-        self.image = memory
-
-    def contents(self) -> Iterator[bytes | memoryview]:
-        """The file's bytes, piece after piece.
-
-        Raises:
-            UnsupportedStateError: a value changed its size since it was planned.
-        """
-        if self.image is not None:
-            yield self.image
-            return
-        for part in self.parts:
-            if not isinstance(part, Blob):
-                yield part
-                continue
-            data = part.source()
-            if len(data) != part.num_bytes:
-                raise UnsupportedStateError(part.key_path, "it changed while it was saved", "Save a copy of it.")
-            yield data
-
-    def write(self, directory: Path) -> FileEntry:
-        """Writes the file; it is durable when this returns.
-
-        Args:
-            directory: the directory that is to become the checkpoint.
-
-        Returns:
-            Size and digest.
-
-        Raises:
-            OSError: from the file system.
-            UnsupportedStateError: as `contents` does.
-        """
-
-        def fill(writer: FileWriter) -> None:
-            for data in self.contents():
-                writer.write(data)
-
-        return write_file(directory / self.name, fill)
+    def blocks(self, take: Callable[[], Buffer]) -> Iterator[Block]:
+        """The file's bytes, block after block; see `gathered_blocks`."""
+        return image_blocks(self.image) if self.image is not None else gathered_blocks(self.parts, take)
 
 
 def plan_group(group: str, blobs: Sequence[Blob], max_shard_bytes: int) -> list[PlannedFile]:
@@ -113,12 +69,12 @@ def plan_group(group: str, blobs: Sequence[Blob], max_shard_bytes: int) -> list[
     return files
 
 
-def _parts(blobs: Sequence[Blob]) -> list[bytes | Blob]:
+def _parts(blobs: Sequence[Blob]) -> list[Part]:
     # Widest items first, so that each tensor is aligned to its item size without a hole, as the library does it too.
     ordered = sorted(blobs, key=lambda blob: -DTYPE_BYTES[blob.dtype])
     metadata = {"format": "pt"}
     for blob in ordered:
-        metadata.update((alias, blob.name) for alias in blob.aliases if alias != "format")
+        metadata.update((alias, blob.name) for alias in blob.aliases or () if alias != "format")
     return [build_header([(blob.name, blob.dtype, blob.shape) for blob in ordered], metadata), *ordered]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ import torch
 from lightning_resume.errors import CheckpointWriteError, ResumeError, UnsupportedSetupError, UnsupportedStateError
 from lightning_resume.format.blobs import BlobStore
 from lightning_resume.format.codecs import is_plain_text
-from lightning_resume.format.durable import FileWriter, commit_directory, require_replaceable, write_file
+from lightning_resume.format.durable import commit_directory, require_replaceable, write_file
+from lightning_resume.format.gather import copy_files
 from lightning_resume.format.image import Image
 from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
+from lightning_resume.format.lanes import write_files
 from lightning_resume.format.planned import PlannedFile, plan_group
 from lightning_resume.format.registry import find_encoder
 from lightning_resume.format.skeleton import state_to_bytes
+from lightning_resume.format.threads import default_threads
 from lightning_resume.format.tree import EncodeWalk
 
 RANK_STATE_KEY = "rank_state"
@@ -53,11 +58,18 @@ class PreparedCheckpoint:
             UnsupportedStateError: a value changed its size since it was prepared.
             MemoryError: there is no memory for an image.
         """
-        for file, memory in zip(self._files, image.divide([file.num_bytes for file in self._files]), strict=True):
-            file.copy_into(memory)
+        with paused_collection():
+            places = image.divide([file.num_bytes for file in self._files])
+            copy_files([(file.parts, place) for file, place in zip(self._files, places, strict=True)])
+            for file, place in zip(self._files, places, strict=True):
+                file.image, file.parts = place.numpy().data, []
 
-    def commit(self) -> CheckpointIndex:
+    def commit(self, num_threads: int | None = None) -> CheckpointIndex:
         """Writes the files and makes the directory appear at its path, whole and durable, or not at all.
+
+        Args:
+            num_threads: threads that hash, each with another beside it that writes; by default one for each core, up
+                to four. One is enough in the background: two would take the training's cores from it.
 
         Returns:
             The index, as it is on disk.
@@ -66,16 +78,17 @@ class PreparedCheckpoint:
             CheckpointExistsError, CheckpointWriteError, UnsupportedStateError: as `write_checkpoint` says.
         """
         try:
-            return commit_directory(self.path, self._fill, overwrite=self._overwrite)
+            fill = functools.partial(self._fill, num_threads=num_threads or default_threads())
+            return commit_directory(self.path, fill, overwrite=self._overwrite)
         except ResumeError:
             raise
         except OSError as error:
             raise CheckpointWriteError(self.path, error) from error
 
-    def _fill(self, directory: Path) -> CheckpointIndex:
-        files = {file.name: file.write(directory) for file in self._files}
+    def _fill(self, directory: Path, num_threads: int) -> CheckpointIndex:
+        files = write_files(directory, self._files, num_threads)
         index, data = index_to_bytes(self._draft.with_files(files))
-        write_file(directory / INDEX_NAME, functools.partial(FileWriter.write, data=data))
+        write_file(directory / INDEX_NAME, data)
         return index
 
 
@@ -107,7 +120,8 @@ def prepare_checkpoint(
         raise
     except OSError as error:
         raise CheckpointWriteError(path, error) from error
-    files = _encode(state, model_key, optimizer_key, rank_states, max_shard_bytes)
+    with paused_collection():
+        files = _encode(state, model_key, optimizer_key, rank_states, max_shard_bytes)
     draft = CheckpointIndex(
         kind=kind,
         files={},
@@ -168,6 +182,18 @@ def _encode_state(
     except ValueError as error:
         raise UnsupportedStateError("", str(error), "Keep long lists as tensors or arrays.") from error
     return store, PlannedFile(file, [text])
+
+
+@contextlib.contextmanager
+def paused_collection() -> Iterator[None]:
+    """Keeps python's cyclic garbage collector still: 10^5 new objects would make it walk through all old ones."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

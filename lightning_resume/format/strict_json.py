@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from json.encoder import encode_basestring_ascii as quote
 from typing import Any
+
+__all__ = ["canonical_json", "dump_json", "parse_json", "quote"]
 
 MAX_INT_CHARS = 20  # a signed 64-bit number; longer ints are written as hex text, whose parsing is linear
 MAX_FLOAT_CHARS = 40

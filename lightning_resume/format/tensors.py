@@ -9,6 +9,7 @@ attributes of tensors are not saved, and a tensor of an accelerator comes back o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ _COMPRESSED = {
 def _encode_tensor(tensor: torch.Tensor, walk: EncodeWalk) -> Any:
     try:
         _require_plain(tensor, walk)
-        node = _encode_dense(tensor, walk) if tensor.layout == torch.strided else _encode_sparse(tensor, walk)
+        node = _encode_dense(tensor, walk) if tensor.layout is torch.strided else _encode_sparse(tensor, walk)
     except (RuntimeError, NotImplementedError) as error:  # say, a wrapper of functorch, without memory
         walk.refuse(f"its data cannot be read: {str(error).partition(chr(10))[0]}")
     if type(tensor) is Parameter:
@@ -75,28 +76,55 @@ def _require_plain(tensor: torch.Tensor, walk: EncodeWalk) -> None:
         walk.refuse("it is on the meta device and has no data")
     if tensor.dtype not in FILE_DTYPES and tensor.dtype not in _OTHER_DTYPES:
         walk.refuse(f"there is no exact encoding for the dtype {tensor.dtype}")
-    if tensor.layout not in (torch.strided, torch.sparse_coo, *_COMPRESSED):
+    if tensor.layout is not torch.strided and tensor.layout not in (torch.sparse_coo, *_COMPRESSED):
         walk.refuse(f"there is no exact encoding for the layout {tensor.layout}")
 
 
 def _encode_dense(tensor: torch.Tensor, walk: EncodeWalk) -> dict[str, Any]:
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    storage = tensor.untyped_storage()
-    last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if tensor.numel() and (last + 1) * tensor.element_size() > storage.nbytes():
-        walk.refuse("its memory has been freed")
-    identity: tuple[object, ...] = ("tensor", id(tensor))  # empty tensors share no memory
-    if tensor.numel():
-        place = (storage.data_ptr(), tensor.storage_offset(), shape, stride)
-        identity = ("tensor", tensor.device, tensor.dtype, *place, tensor.is_conj(), tensor.is_neg())
-    file_dtype, parts = _OTHER_DTYPES.get(tensor.dtype, (FILE_DTYPES.get(tensor.dtype, ""), 0))
-    file_shape = (*shape, parts) if parts else shape
-    node = walk.refer("tensor", identity, file_dtype, file_shape, lambda: bytes_of(tensor), tensor)
-    if parts:
-        node["dtype"] = str(tensor.dtype).removeprefix("torch.")
-    if tensor.numel() and stride != _contiguous_stride(shape) and _is_dense(shape, stride):
+    # This runs for each of what may be 10^5 tensors, at a save that training waits for.
+    dtype, shape, stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
+    is_contiguous, is_cpu, is_flipped = tensor.is_contiguous(), tensor.is_cpu, tensor.is_conj() or tensor.is_neg()
+    numel = tensor.numel()
+    if numel:
+        if not has_memory(tensor, numel if is_contiguous else None):
+            walk.refuse("its memory has been freed")
+        place = (tensor.data_ptr(), dtype, shape, stride)
+        identity: tuple[object, ...] = ("tensor", *place)
+        if is_flipped or not is_cpu:
+            identity = ("tensor", *place, tensor.device, tensor.is_conj(), tensor.is_neg())
+    else:
+        identity = ("tensor", id(tensor))  # empty tensors share no memory
+    file_dtype = FILE_DTYPES.get(dtype)
+    if file_dtype is None:
+        file_dtype, parts = _OTHER_DTYPES[dtype]
+        node = walk.refer("tensor", identity, file_dtype, (*shape, parts), bytes_of, tensor)
+        node["dtype"] = str(dtype).removeprefix("torch.")
+    else:
+        source = bytes_in_place if is_contiguous and is_cpu and not is_flipped else bytes_of
+        node = walk.refer("tensor", identity, file_dtype, shape, source, tensor)
+    if numel and stride != _contiguous_stride(shape) and _is_dense(shape, stride):
         node["stride"] = list(stride)
     return node
+
+
+def has_memory(tensor: torch.Tensor, span: int | None = None) -> bool:
+    """Whether the storage of a dense tensor is as large as its shape needs; reading on would end the process.
+
+    Args:
+        tensor: with at least one item.
+        span: items from its first to its last one, where that is known.
+    """
+    if span is None:
+        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + span) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def bytes_in_place(tensor: torch.Tensor) -> memoryview:
+    """The data of a contiguous tensor on the CPU whose dtype the files have: not a copy.
+
+    `gather` knows by this function that it may copy such a tensor without looking at its bytes.
+    """
+    return bytes_of(tensor)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -126,7 +154,8 @@ def _encode_sparse(tensor: torch.Tensor, walk: EncodeWalk) -> dict[str, Any]:
     return node
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -17,6 +17,7 @@ from lightning_resume.format.skeleton import GROUP, MAX_DEPTH, NAME, TAG, Refere
 Encoder = Callable[[Any, "EncodeWalk"], Any]
 Decoder = Callable[[dict[str, Any], "DecodeWalk"], Any]
 FindEncoder = Callable[[type], "Encoder | None"]
+_LEAVES = frozenset({int, float, str, torch.Tensor, torch.nn.Parameter})  # cannot contain themselves; most of a state
 
 
 class EncodeWalk:
@@ -65,10 +66,12 @@ class EncodeWalk:
         encoder = self._find_encoder(kind)
         if encoder is None:
             self.refuse(f"there is no exact encoding for the type {kind.__module__}.{kind.__qualname__}")
-        if id(value) in self._active:
-            self.refuse("it contains itself")
         if len(self._active) >= MAX_DEPTH:
             self.refuse(f"it is nested more than {MAX_DEPTH} levels deep")
+        if kind in _LEAVES:
+            return encoder(value, self)
+        if id(value) in self._active:
+            self.refuse("it contains itself")
         self._active.add(id(value))
         node = encoder(value, self)
         self._active.discard(id(value))
@@ -80,7 +83,7 @@ class EncodeWalk:
         identity: Hashable,
         dtype: str,
         shape: tuple[int, ...],
-        source: Callable[[], memoryview],
+        source: Callable[[Any], memoryview],
         owner: object,
     ) -> dict[str, Any]:
         """A node for the value being encoded that refers to data in a file; see `BlobStore.refer`."""

@@ -30,7 +30,7 @@ from lightning_resume.errors import (
     UnsupportedSetupError,
 )
 from lightning_resume.format.checkpoint import read_checkpoint, read_index, verify_checkpoint, write_checkpoint
-from lightning_resume.format.durable import FileWriter
+from lightning_resume.format.output import OutputFile
 
 
 @pytest.fixture
@@ -489,17 +489,16 @@ def read_index_size(checkpoint: Path, name: str) -> int:
 
 def test_a_writer_that_loses_the_end_of_a_shard_is_found_out(tmp_path: Path, monkeypatch: Any) -> None:
     """The digest is taken of what was to be written, so what the disk then lost is missed at once."""
-    real_finish = FileWriter.finish
+    real_finish = OutputFile.finish
 
-    def lossy_finish(writer: FileWriter) -> Any:
-        fd = os.dup(writer._fd)
-        entry = real_finish(writer)
-        if entry.num_bytes > 1000:
-            os.truncate(fd, entry.num_bytes - 512)
+    def lossy_finish(file: OutputFile) -> None:
+        fd = os.dup(file._fd)
+        real_finish(file)
+        if os.fstat(fd).st_size > 3000:
+            os.truncate(fd, os.fstat(fd).st_size - 512)
         os.close(fd)
-        return entry
 
-    monkeypatch.setattr(FileWriter, "finish", lossy_finish)
+    monkeypatch.setattr(OutputFile, "finish", lossy_finish)
     write_checkpoint(tmp_path / "c", {"state_dict": {"w": torch.ones(1000)}})
 
     with pytest.raises(CorruptCheckpointError) as caught:

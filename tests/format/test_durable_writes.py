@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,19 @@ import torch
 
 from lightning_resume.catalog import clean_incomplete, newest_good, prune_checkpoints, scan_checkpoints
 from lightning_resume.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
-from lightning_resume.format import contained
+from lightning_resume.format import blocks, contained, lanes, output
 from lightning_resume.format.checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
 from lightning_resume.format.hidden import parse_hidden
 
+SIZE = 50
+SHARD_BYTES = 200
 OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
 
 
 def state(value: float) -> dict[str, Any]:
     """A state in which every kind of file occurs, and which says by its values which save it is of."""
     return {
-        "state_dict": {"a": torch.full((50,), value), "b": torch.full((50,), -value)},
+        "state_dict": {"a": torch.full((SIZE,), value), "b": torch.full((SIZE,), -value)},
         "optimizer_states": [{"state": {0: {"exp_avg": torch.full((9,), value)}}}],
         "epoch": value,
     }
@@ -33,7 +38,18 @@ def state(value: float) -> dict[str, Any]:
 
 def save(path: Path, value: float, **arguments: Any) -> None:
     """Writes such a state, the model in two shards."""
-    write_checkpoint(path, state(value), rank_states=[{"r": torch.ones(1)}], max_shard_bytes=200, **arguments)
+    write_checkpoint(path, state(value), rank_states=[{"r": torch.ones(1)}], max_shard_bytes=SHARD_BYTES, **arguments)
+
+
+@pytest.fixture(params=["one by one", "in lanes"])
+def each_way(request: Any, monkeypatch: Any) -> None:
+    """Small checkpoints are written without threads; the others in lanes, past the page cache, block by block."""
+    if request.param == "in lanes":
+        monkeypatch.setattr(sys.modules[__name__], "SIZE", 2500)
+        monkeypatch.setattr(sys.modules[__name__], "SHARD_BYTES", 10_000)
+        monkeypatch.setattr(lanes, "INLINE_BYTES", 0)
+        monkeypatch.setattr(lanes, "DIRECT_BYTES", 1)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
 
 
 def value_of(path: Path) -> float:
@@ -50,11 +66,14 @@ def intercepted(before: Callable[[int, str, tuple[Any, ...]], None]) -> Iterator
     """Calls `before(number, operation, arguments)` ahead of every file operation, and lists them."""
     real = {name: getattr(os, name) for name in OPERATIONS}
     calls: list[tuple[str, Any]] = []
+    lock = threading.Lock()
 
     def wrap(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            calls.append((name, arguments))
-            before(len(calls), name, arguments)
+            with lock:
+                calls.append((name, arguments))
+                number = len(calls)
+            before(number, name, arguments)
             return real[name](*arguments, **keywords)
 
         return call
@@ -91,7 +110,8 @@ def killed_child(action: Callable[[], None], at: int, *, half: bool = False) -> 
     def before(current: int, name: str, arguments: tuple[Any, ...]) -> None:
         if current == at:
             if half and name == "write":
-                posix_write(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                with suppress(OSError):  # unbuffered, it takes whole pages only
+                    posix_write(arguments[0], arguments[1][: len(arguments[1]) // 2])
             os._exit(137)
 
     posix_write = os.write
@@ -106,6 +126,7 @@ def killed_child(action: Callable[[], None], at: int, *, half: bool = False) -> 
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.usefixtures("each_way")
 def test_the_ladder_of_a_save(tmp_path: Path) -> None:
     """Each file fsynced, the index last; then the hidden directory, one rename, the parent; nothing is deleted."""
     steps: list[tuple[str, str]] = []
@@ -155,6 +176,7 @@ def test_nothing_is_deleted_before_its_successor_is_durable(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 def test_a_failure_at_any_file_operation_leaves_the_last_checkpoint_and_no_half_one(code: int, tmp_path: Path) -> None:
     """The error is typed and keeps errno; the target is absent or whole; the previous checkpoint is whole."""
@@ -178,6 +200,7 @@ def test_a_failure_at_any_file_operation_leaves_the_last_checkpoint_and_no_half_
     assert {info.status for info in scan_checkpoints(tmp_path)} <= {"good", "incomplete"}
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_failed_save_removes_its_hidden_directory(tmp_path: Path) -> None:
     """A disk that is full stays as full as it was, and the next save at the same path succeeds."""
     total = len(record(tmp_path / "measure"))
@@ -191,6 +214,7 @@ def test_a_failed_save_removes_its_hidden_directory(tmp_path: Path) -> None:
     assert value_of(tmp_path / "c") == 1.0
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("half", [False, True], ids=["between", "in mid-write"])
 def test_a_kill_at_any_file_operation_leaves_the_last_checkpoint_whole(half: bool, tmp_path: Path) -> None:
     """A new process finds the newest whole checkpoint, never a half one; what is left over can be cleaned up."""
@@ -215,6 +239,7 @@ def test_a_kill_at_any_file_operation_leaves_the_last_checkpoint_whole(half: boo
     assert whole == {1, 2}
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_kill_at_any_file_operation_of_an_overwrite_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """At the path itself, with nobody cleaning up: also between the two renames the old one can be read there."""
     save(tmp_path / "measure", 1.0)
@@ -242,6 +267,7 @@ def test_a_kill_at_any_file_operation_of_an_overwrite_leaves_the_old_or_the_new_
     assert len(between) == 1
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_failure_at_any_file_operation_of_an_overwrite_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """With an error instead of a kill the process goes on: the path reads as before, or as new."""
     save(tmp_path / "measure", 1.0)
@@ -278,6 +304,7 @@ def test_an_overwrite_after_a_cut_short_one_keeps_no_older_version(tmp_path: Pat
         assert not any((parse_hidden(path.name) or ("",) * 4)[3] == "old" for path in root.iterdir())
 
 
+@pytest.mark.usefixtures("each_way")
 def test_short_writes_are_continued(tmp_path: Path) -> None:
     """The system may take fewer bytes than it was given."""
     real_write = os.write
@@ -290,6 +317,7 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     assert value_of(tmp_path / "c") == 1.0
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     """Never an endless loop."""
     real_write = os.write
@@ -301,6 +329,84 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
         os.write = real_write
 
     assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.usefixtures("each_way")
+def test_a_signal_in_mid_save_is_no_failure(tmp_path: Path) -> None:
+    """A handler that returns lets every file operation go on."""
+    signals = []
+    before = signal.signal(signal.SIGUSR1, lambda *arguments: signals.append(arguments))
+    try:
+        with intercepted(lambda number, name, arguments: os.kill(os.getpid(), signal.SIGUSR1)):
+            save(tmp_path / "c", 1.0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert signals
+    assert value_of(tmp_path / "c") == 1.0
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    """While several files are being written, the first failure stops all of them, and no thread goes on."""
+    real_write, written = os.write, []
+
+    def write(fd: int, data: memoryview) -> int:
+        written.append(len(data))
+        if sum(written) > 40 * 2**20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(fd, data)
+
+    value = {"state_dict": {str(n): torch.full((2**22,), float(n)) for n in range(6)}}
+    threads = threading.active_count()
+    monkeypatch.setattr(os, "write", write)
+
+    with pytest.raises(CheckpointWriteError) as caught:
+        write_checkpoint(tmp_path / "c", value, max_shard_bytes=2**25)
+
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("refused_at", ["the switch", "the first write", "a later write"])
+def test_a_file_system_without_unbuffered_writing_is_no_obstacle(
+    refused_at: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Some say so when asked, some only when data comes: that file is then written through the page cache."""
+    real_write, real_set, writes = os.write, output.OutputFile._set_direct, []
+
+    def write(fd: int, data: memoryview) -> int:
+        writes.append(is_direct := bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        if is_direct and (refused_at == "the first write" or writes.count(True) == 3):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_write(fd, data)
+
+    def set_direct(file: output.OutputFile, is_direct: bool) -> bool:
+        return False if is_direct and refused_at == "the switch" else real_set(file, is_direct)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(output.OutputFile, "_set_direct", set_direct)
+    value = {"state_dict": {"a": torch.arange(5 * 2**20 + 1)}}
+
+    write_checkpoint(tmp_path / "c", value)
+
+    assert torch.equal(read_checkpoint(tmp_path / "c")["state_dict"]["a"], value["state_dict"]["a"])
+    assert (True in writes) == (refused_at != "the switch")
+    assert False in writes
+
+
+def test_without_room_for_threads_a_save_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    """At the end of the interpreter, or of a process's limit, none can be started."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    value = {"state_dict": {str(n): torch.full((2**20,), float(n)) for n in range(6)}}
+
+    write_checkpoint(tmp_path / "c", value, max_shard_bytes=2**23)
+
+    assert torch.equal(read_checkpoint(tmp_path / "c")["state_dict"]["5"], torch.full((2**20,), 5.0))
 
 
 def test_a_file_system_that_cannot_fsync_directories_is_no_obstacle(tmp_path: Path) -> None:
@@ -346,6 +452,7 @@ def test_reading_works_where_files_cannot_be_opened_relative_to_a_directory(tmp_
     assert value_of(tmp_path / "c") == 1.0
 
 
+@pytest.mark.usefixtures("each_way")
 def test_an_interrupt_removes_the_hidden_directory(tmp_path: Path) -> None:
     """Ctrl-C in mid-save passes on, and leaves nothing behind."""
 

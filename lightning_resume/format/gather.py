@@ -1,0 +1,178 @@
+"""Copying the contents of files into memory: what a save in the background makes training wait for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
+from typing import Union
+
+import numpy as np
+import torch
+
+from lightning_resume.format.blobs import Blob
+from lightning_resume.format.memory import compare_memory
+from lightning_resume.format.tensors import TORCH_DTYPES, bytes_in_place, bytes_of, has_memory
+from lightning_resume.format.threads import default_threads, for_each
+
+Part = Union[bytes, Blob]  # noqa: UP007 (evaluated when the module is loaded, on Python 3.10 too)
+Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
+Queue = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors to copy to, tensors to copy from
+
+PIECE_BYTES = 8 * 2**20  # what a thread copies at a time
+LARGE_BYTES = 2**18  # smaller pieces are left to one thread: several python threads over them are slower
+SHARED_BYTES = 32 * 2**20  # less than this is not worth a thread
+
+# Copied as integers of the same size: not every kernel knows these, and one might tidy up a bool that is neither 0
+# nor 1.
+_COPIED_AS = {
+    "BOOL": torch.uint8,
+    "F8_E4M3": torch.uint8,
+    "F8_E5M2": torch.uint8,
+    "U16": torch.int16,
+    "U32": torch.int32,
+    "U64": torch.int64,
+    "C64": torch.int64,
+}
+
+
+def part_bytes(part: Part) -> int:
+    """Size of a part."""
+    return part.num_bytes if isinstance(part, Blob) else len(part)
+
+
+def part_data(part: Part) -> memoryview:
+    """Bytes of a part; raises `UnsupportedStateError` as `Blob.data` does."""
+    return part.data() if isinstance(part, Blob) else memoryview(part)
+
+
+def copy_parts(parts: Sequence[Part], memory: torch.Tensor) -> None:
+    """Copies the parts of one file, or some of them, on this thread; see `copy_files`."""
+    layout = _Layout(parts, memory)
+    for piece in layout.pieces:
+        ctypes.memmove(*piece)
+    layout.copy_tensors()
+
+
+def copy_files(
+    files: Sequence[tuple[Sequence[Part], torch.Tensor]], *, compare: Collection[int] = (), non_blocking: bool = False
+) -> list[bool]:
+    """Copies the contents of files, much of it on several threads. Draws no random number, touches no autograd graph.
+
+    Torch's own threads would meet after every tensor; where the cores are busy, that takes many times as long.
+
+    Args:
+        files: for each its parts, and where they go: uint8, 1-D, of just their size, at the beginning of a page.
+        compare: numbers of the files that are compared with what is in memory before, byte for byte.
+        non_blocking: copies from an accelerator are only queued, on its current stream.
+
+    Returns:
+        For each file whether it was compared and found equal.
+
+    Raises:
+        UnsupportedStateError: a value changed its size since it was planned.
+    """
+    layouts = [_Layout(parts, memory) for parts, memory in files]
+    is_equal = [number in compare and not layout.targets for number, layout in enumerate(layouts)]
+
+    def copy(bundle: tuple[int, list[Piece]]) -> None:
+        number, pieces = bundle
+        for piece in pieces:
+            if is_equal[number]:  # so far
+                if compare_memory(*piece):
+                    continue
+                is_equal[number] = False
+            ctypes.memmove(*piece)
+
+    for layout in layouts:
+        layout.copy_tensors(non_blocking=non_blocking)
+    large: list[tuple[int, list[Piece]]] = []
+    for number, layout in enumerate(layouts):
+        copy((number, [piece for piece in layout.pieces if piece[2] < LARGE_BYTES]))
+        large += ((number, bundle) for bundle in _bundles(layout.pieces))
+    is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
+    for_each(large, copy, default_threads() if is_much else 1)
+    return is_equal
+
+
+def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The large pieces, cut and put together to what is worth a turn of a thread."""
+    bundle: list[Piece] = []
+    num_bytes = 0
+    for to, source, size in pieces:
+        if size < LARGE_BYTES:
+            continue
+        for begin in range(0, size, PIECE_BYTES):
+            count = min(PIECE_BYTES, size - begin)
+            bundle.append((to + begin, source + begin, count))
+            num_bytes += count
+            if num_bytes >= PIECE_BYTES:
+                yield bundle
+                bundle, num_bytes = [], 0
+    if bundle:
+        yield bundle
+
+
+class _Layout:
+    """What of a file is to be copied where: pieces of memory, and tensors that torch copies.
+
+    Args:
+        parts: of the file; the layout keeps them alive, with the memory that it has the addresses of.
+        memory: where they go.
+    """
+
+    def __init__(self, parts: Sequence[Part], memory: torch.Tensor) -> None:
+        self.pieces: list[Piece] = []
+        self.targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._kept: list[object] = [parts]
+        place, begin = memory.data_ptr(), 0
+        for part in parts:
+            if not isinstance(part, Blob):
+                self._add(place + begin, memoryview(part))
+                begin += len(part)
+                continue
+            num_bytes = part.num_bytes
+            if part.source is bytes_in_place:
+                self.pieces.append((place + begin, _address(part), num_bytes))
+            elif _is_copyable(part):
+                tensor = part.owner
+                copied_as = _COPIED_AS.get(part.dtype, tensor.dtype)
+                self.targets.append(memory[begin : begin + num_bytes].view(copied_as).view(tensor.shape))
+                self._sources.append(tensor.detach().view(copied_as))
+            elif num_bytes:
+                self._add(place + begin, part.data())
+            begin += num_bytes
+
+    def copy_tensors(self, *, non_blocking: bool = False) -> None:
+        """Copies the tensors that do not lie in memory as they do in the file, or that an accelerator has."""
+        if self.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, self._sources, non_blocking=non_blocking)
+
+    def _add(self, to: int, data: memoryview) -> None:
+        array = np.frombuffer(data, np.uint8)
+        self._kept.append(array)
+        self.pieces.append((to, array.ctypes.data, array.nbytes))
+
+
+def _address(blob: Blob) -> int:
+    """Where a contiguous tensor's data lies; what is copied from there without another look is all there."""
+    tensor: torch.Tensor = blob.owner
+    numel = tensor.numel()
+    if numel * tensor.element_size() != blob.num_bytes or not tensor.is_contiguous():
+        blob.refuse_change()
+    if numel and not has_memory(tensor, numel):
+        blob.refuse_change()
+    return tensor.data_ptr()
+
+
+def _is_copyable(blob: Blob) -> bool:
+    """Whether torch can copy a blob to where its bytes are to be: a tensor with strides, or on an accelerator."""
+    if blob.source is not bytes_of or not blob.num_bytes:
+        return False
+    tensor: torch.Tensor = blob.owner
+    if tensor.dtype is not TORCH_DTYPES[blob.dtype] or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.numel() * tensor.element_size() != blob.num_bytes or not has_memory(tensor):
+        blob.refuse_change()
+    return True

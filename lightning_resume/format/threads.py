@@ -1,0 +1,77 @@
+"""Threads that end with the call that began them, whatever happens in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+MAX_THREADS = 4
+
+
+def default_threads() -> int:
+    """As many as there are cores that this process may use, up to `MAX_THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, cores)
+
+
+def beside(threads: Sequence[threading.Thread], action: Callable[[bool], None]) -> None:
+    """Does something while threads run, none of which outlives it: not even an interrupt lets go of them.
+
+    Args:
+        threads: to be started; they end by themselves. Those that the system has no room for are left out.
+        action: is told whether all of them run.
+    """
+    late: BaseException | None = None
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
+                thread.start()
+                started.append(thread)
+        action(len(started) == len(threads))
+    finally:
+        for thread in started:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:  # a second interrupt
+                    late = error
+    if late is not None:
+        raise late
+
+
+def for_each(items: Iterable[T], action: Callable[[T], None], num_threads: int) -> None:
+    """Does something with each item; every thread takes the next one when it is done with one.
+
+    Args:
+        items: in the order in which they are begun.
+        action: what to do; several threads are in it at once.
+        num_threads: with the calling one.
+
+    Raises:
+        BaseException: the first failure; what was not begun by then is left undone.
+    """
+    pending = deque(items)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    item = pending.popleft()
+                except IndexError:
+                    return
+                action(item)
+        except BaseException as error:
+            failures.append(error)
+            pending.clear()
+
+    count = min(num_threads, len(pending)) - 1
+    beside([threading.Thread(target=work) for _ in range(count)], lambda _: work())
+    if failures:
+        raise failures[0]
