@@ -19,7 +19,7 @@ from lightning_resume.format import contained
 from lightning_resume.format.checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
 from lightning_resume.format.hidden import parse_hidden
 
-OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "link", "rename", "unlink", "rmdir")
 
 
 def state(value: float) -> dict[str, Any]:
