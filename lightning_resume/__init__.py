@@ -34,14 +34,11 @@ if TYPE_CHECKING:
         WeightsOnlyError,
         WorldSizeError,
     )
-    from lightning_resume.format.checkpoint import (
-        migrate_checkpoint,
-        read_checkpoint,
-        verify_checkpoint,
-        write_checkpoint,
-    )
+    from lightning_resume.format.checkpoint import read_checkpoint, write_checkpoint
     from lightning_resume.format.index import CheckpointIndex
+    from lightning_resume.format.migrate import migrate_checkpoint
     from lightning_resume.format.registry import register_type
+    from lightning_resume.format.verify import verify_checkpoint
     from lightning_resume.plugin.callback import AtomicResumeCallback
     from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
     from lightning_resume.plugin.module_loading import load_module
@@ -93,11 +90,11 @@ _MODULES = {
     "RNGState": "rng",
     "ResumableLoader": "data.loader",
     "load_module": "plugin.module_loading",
-    "migrate_checkpoint": "format.checkpoint",
+    "migrate_checkpoint": "format.migrate",
     "read_checkpoint": "format.checkpoint",
     "register_type": "format.registry",
     "scan_checkpoints": "catalog",
-    "verify_checkpoint": "format.checkpoint",
+    "verify_checkpoint": "format.verify",
     "write_checkpoint": "format.checkpoint",
 }
 

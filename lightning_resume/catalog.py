@@ -42,6 +42,7 @@ class CheckpointInfo:
         num_bytes: size of its files, without the index; 0 if unknown.
         kind: "full" or "weights", or None if unknown.
         run_id: of the run that wrote it, or None.
+        timeline: how often that run had gone back to an earlier step; a run that did writes lower step numbers again.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class CheckpointInfo:
     num_bytes: int = 0
     kind: str | None = None
     run_id: str | None = None
+    timeline: int | None = None
 
     def __str__(self) -> str:
         """One line: name, status, reason."""
@@ -74,8 +76,8 @@ def scan_checkpoints(root: str | os.PathLike[str], *, verify: bool = False) -> l
         verify: read every file and compare its digest, instead of the index and the sizes only.
 
     Returns:
-        One entry for each thing in the folder, sorted by global_step, current_epoch, batch_in_epoch (unknown ones
-        first) and name; never by modification time.
+        One entry for each thing in the folder, sorted by timeline, global_step, current_epoch, batch_in_epoch (unknown
+        ones first) and name; never by modification time.
 
     Raises:
         CheckpointReadError: the folder itself cannot be listed.
@@ -94,7 +96,7 @@ def scan_checkpoints(root: str | os.PathLike[str], *, verify: bool = False) -> l
 def newest_good(
     root: str | os.PathLike[str], *, verify: bool = False, kind: str | None = "full"
 ) -> CheckpointInfo | None:
-    """The checkpoint to resume from: the good one with the highest global_step, current_epoch, batch_in_epoch.
+    """The checkpoint to resume from: the last good one by timeline, global_step, current_epoch, batch_in_epoch.
 
     Args:
         root: the folder.
@@ -245,6 +247,7 @@ def _describe(path: Path, index: CheckpointIndex) -> CheckpointInfo:
         num_bytes=index.num_bytes,
         kind=index.kind,
         run_id=index.run_id,
+        timeline=index.timeline,
     )
 
 
@@ -269,7 +272,12 @@ def _one_line(error: CheckpointError) -> str:
     return str(error).partition("\n")[0].rpartition(f"{error.path!r}: ")[2]
 
 
-def _order(info: CheckpointInfo) -> tuple[int, int, int, str]:
-    counters = (info.global_step, info.current_epoch, info.batch_in_epoch)
-    step, epoch, batch = (-1 if counter is None else counter for counter in counters)
-    return step, epoch, batch, info.path.name
+def place_in_run(saved: CheckpointInfo | CheckpointIndex) -> tuple[int, int, int, int]:
+    """What orders the checkpoints of a run: timeline, global_step, current_epoch, batch_in_epoch; -1 for unknown."""
+    numbers = (saved.timeline, saved.global_step, saved.current_epoch, saved.batch_in_epoch)
+    timeline, step, epoch, batch = (-1 if number is None else number for number in numbers)
+    return timeline, step, epoch, batch
+
+
+def _order(info: CheckpointInfo) -> tuple[tuple[int, int, int, int], str]:
+    return place_in_run(info), info.path.name

@@ -1,8 +1,13 @@
-"""When to save: pure functions of plain values."""
+"""When to save, and what to keep: pure functions of plain values."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
+
+Place = TypeVar("Place", int, tuple[int, int])
+"""A checkpoint's step, or its timeline and step."""
 
 DEFAULT_INTERVAL_SECONDS = 60.0
 MAX_STALL_SHARE = 0.05
@@ -45,10 +50,38 @@ def stretched_interval(interval_seconds: float, stall_seconds: float) -> float:
     return max(interval_seconds, stall_seconds / MAX_STALL_SHARE)
 
 
-def to_prune(steps: list[int], keep_last_k: int, keep: frozenset[int] = frozenset()) -> list[int]:
-    """Which of these checkpoints' steps to delete so that the newest `keep_last_k`, and those in `keep`, stay.
+def to_prune(steps: Iterable[Place], keep_last_k: int, keep: Collection[Place] = ()) -> list[Place]:
+    """Which of these checkpoints to delete so that the newest `keep_last_k`, and those in `keep`, stay.
 
     Order is by number. At least the newest one always stays.
+
+    Args:
+        steps: of the checkpoints; or timeline and step of each.
+        keep_last_k: so many stay.
+        keep: these stay too; they count among the newest if they are.
+
+    Returns:
+        Those to delete, oldest first.
     """
-    newest = sorted(set(steps))[-max(keep_last_k, 1) :]
-    return [step for step in sorted(set(steps)) if step not in newest and step not in keep]
+    ordered = sorted(set(steps))
+    return [step for step in ordered[: -max(keep_last_k, 1)] if step not in keep]
+
+
+def archived(steps: Iterable[tuple[int, int]], every_n_train_steps: int | None) -> set[tuple[int, int]]:
+    """Which of these checkpoints stay for ever: the first one at or after each multiple of `every_n_train_steps`.
+
+    The first at or after 1000, say, is that of step 1000, or of step 1001 where no save fell on 1000; one of step 2000
+    or later is not. Step 0 is no multiple. A timeline has an archive of its own, so what was archived before a run went
+    back stays.
+
+    Args:
+        steps: timeline and step of each checkpoint.
+        every_n_train_steps: optimizer steps; None: nothing is archived.
+    """
+    if every_n_train_steps is None:
+        return set()
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    for timeline, step in sorted(set(steps)):
+        if step >= every_n_train_steps:
+            first.setdefault((timeline, step // every_n_train_steps), (timeline, step))
+    return set(first.values())

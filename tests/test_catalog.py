@@ -56,7 +56,7 @@ def test_the_name_of_a_steps_directory_is_padded() -> None:
 
 def test_a_good_checkpoint_is_described(tmp_path: Path) -> None:
     """What a table or a decision needs, without reading any data."""
-    path = save(tmp_path / "step-00000007", 7, 1, 3, kind="weights", run_id="r")
+    path = save(tmp_path / "step-00000007", 7, 1, 3, kind="weights", run_id="r", timeline=2)
 
     (info,) = scan_checkpoints(tmp_path)
 
@@ -69,6 +69,7 @@ def test_a_good_checkpoint_is_described(tmp_path: Path) -> None:
         num_bytes=read_index(path).num_bytes,
         kind="weights",
         run_id="r",
+        timeline=2,
     )
     assert str(info) == "step-00000007: good"
 
@@ -86,6 +87,17 @@ def test_the_order_is_by_number_and_never_by_text_or_time(tmp_path: Path) -> Non
     assert [info.global_step for info in infos] == [3, 20, 20, 20, 99_999_999, 100_000_000]
     assert [info.path.name for info in infos[1:4]] == ["step-00000020", "b", "a"]
     assert newest_good(tmp_path).path.name == "step-100000000"
+
+
+def test_a_run_that_went_back_is_ordered_by_its_timeline_first(tmp_path: Path) -> None:
+    """Its newest checkpoint has a lower step number than those of the timeline that it left."""
+    for step, timeline in ((4, 0), (8, 0), (5, 1), (6, 1)):
+        save(tmp_path / step_dirname(step), step, timeline=timeline)
+
+    infos = scan_checkpoints(tmp_path)
+
+    assert [(info.timeline, info.global_step) for info in infos] == [(0, 4), (0, 8), (1, 5), (1, 6)]
+    assert newest_good(tmp_path, verify=True) == infos[-1]
 
 
 def test_a_folder_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:

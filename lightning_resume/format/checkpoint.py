@@ -13,6 +13,7 @@ import torch
 from lightning_resume.errors import MissingStateError
 from lightning_resume.format.contained import CheckpointFiles, look_into
 from lightning_resume.format.index import CheckpointIndex
+from lightning_resume.format.migrate import migrate_checkpoint
 from lightning_resume.format.prepared import RANK_STATE_KEY, prepare_checkpoint, require_little_endian
 from lightning_resume.format.registry import DECODERS, register_type
 from lightning_resume.format.shards import read_group
@@ -40,6 +41,7 @@ def write_checkpoint(
     identity: Mapping[str, Any] | None = None,
     kind: str = "full",
     run_id: str | None = None,
+    timeline: int = 0,
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = 2**30,
     overwrite: bool = False,
@@ -62,6 +64,7 @@ def write_checkpoint(
         identity: fingerprint of the data: None, bool, int, float, str, list and dict with str keys.
         kind: "full", or "weights" for a model-only save.
         run_id: of the run.
+        timeline: how often the run had gone back to an earlier step; orders checkpoints ahead of the counters.
         metadata: the caller's own texts.
         max_shard_bytes: data bytes of a file with more than one tensor; a larger tensor gets a file of its own.
         overwrite: replace a checkpoint (or a file) at the path.
@@ -86,6 +89,7 @@ def write_checkpoint(
         identity=identity,
         kind=kind,
         run_id=run_id,
+        timeline=timeline,
         metadata=metadata,
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
@@ -180,20 +184,3 @@ def _decode(
     else:
         nodes = {key: node for key, node in nodes.items() if wanted(key)}
     return decode_state(DecodeWalk(DECODERS, load), nodes, files.shown, file)
-
-
-def migrate_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
-    """Brings a checkpoint of an older schema to the newest, in place and in one step.
-
-    Only one schema exists so far: the checkpoint is verified and left as it is.
-
-    Args:
-        path: the checkpoint directory.
-
-    Returns:
-        Its index.
-
-    Raises:
-        CheckpointError: it is not a sound checkpoint of a known schema; see `verify_checkpoint`.
-    """
-    return verify_checkpoint(path)

@@ -46,6 +46,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "kind": str,
     "created": str,
     "run_id": (str, type(None)),
+    "timeline": int,
     "counters": dict,
     "identity": dict,
     "metadata": dict,
@@ -67,6 +68,7 @@ class CheckpointIndex:
         metadata: the caller's own texts.
         versions: of the libraries that wrote it.
         run_id: of the run that wrote it.
+        timeline: number of times that the run had gone back to an earlier step before this save.
         created: moment of the save, ISO 8601 in UTC.
         schema: the schema string it was written in, after migration the newest.
         digest: sha256 over the canonical JSON of all the rest.
@@ -79,6 +81,7 @@ class CheckpointIndex:
     metadata: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     run_id: str | None = None
+    timeline: int = 0
     created: str = ""
     schema: str = SCHEMA
     digest: str = ""
@@ -131,7 +134,7 @@ def index_to_bytes(index: CheckpointIndex) -> tuple[CheckpointIndex, bytes]:
     Raises:
         UnsupportedStateError: counters, identity or metadata hold what JSON cannot hold exactly.
         TypeError: a counter is no int, or another field of the wrong type.
-        ValueError: the index would be larger than what may be read back.
+        ValueError: the timeline is negative, or the index would be larger than what may be read back.
     """
     for name, values, kind in (("counters", index.counters, int), ("metadata", index.metadata, str)):
         for key, value in values.items():
@@ -139,7 +142,12 @@ def index_to_bytes(index: CheckpointIndex) -> tuple[CheckpointIndex, bytes]:
                 raise TypeError(f"{name}[{key!r}]={value!r} is no {kind.__name__}")
     if index.run_id is not None and type(index.run_id) is not str:
         raise TypeError(f"run_id={index.run_id!r} is no str")
+    if type(index.timeline) is not int:
+        raise TypeError(f"timeline={index.timeline!r} is no int")
+    if index.timeline < 0:
+        raise ValueError(f"timeline={index.timeline} is negative")
     _require_plain(index.run_id, "run_id", 0)
+    _require_plain(index.timeline, "timeline", 0)
     _require_plain(dict(index.counters), "counters", 0)
     _require_plain(dict(index.metadata), "metadata", 0)
     _require_plain(dict(index.identity), "identity", 0)
@@ -148,6 +156,7 @@ def index_to_bytes(index: CheckpointIndex) -> tuple[CheckpointIndex, bytes]:
         "kind": index.kind,
         "created": index.created,
         "run_id": index.run_id,
+        "timeline": index.timeline,
         "counters": dict(index.counters),
         "identity": dict(index.identity),
         "metadata": dict(index.metadata),
@@ -216,6 +225,8 @@ def _build(document: dict[str, Any], path: str | os.PathLike[str]) -> Checkpoint
             raise ValueError(f"{name} of type {type(document[name]).__name__}")
     if document["kind"] not in KINDS:
         raise ValueError(f"kind {document['kind']!r}")
+    if type(document["timeline"]) is not int or not 0 <= document["timeline"] < 2**63:
+        raise ValueError(f"timeline {document['timeline']!r}")
     if not all(type(value) is int for value in document["counters"].values()):
         raise ValueError("a counter that is no int")
     for name in ("metadata", "versions"):

@@ -13,10 +13,19 @@ from typing import Any
 
 from lightning_resume.errors import CorruptCheckpointError, SchemaError
 
-SCHEMA = "lightning-resume/1"
+SCHEMA = "lightning-resume/2"
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
-STEPS: Mapping[str, Step] = {}  # schema → step to the next schema
+
+
+def _from_1(document: dict[str, Any]) -> dict[str, Any]:
+    """A run of schema 1 did not count how often it had gone back; step numbers alone ordered its checkpoints."""
+    if "timeline" in document:
+        raise ValueError("a timeline, which its schema does not know")
+    return {**document, "schema": "lightning-resume/2", "timeline": 0}
+
+
+STEPS: Mapping[str, Step] = {"lightning-resume/1": _from_1}  # schema → step to the next schema
 
 _SCHEMA_PATTERN = re.compile(r"lightning-resume/[0-9]{1,9}")
 

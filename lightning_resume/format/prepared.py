@@ -103,6 +103,7 @@ def prepare_checkpoint(
     identity: Mapping[str, Any] | None = None,
     kind: str = "full",
     run_id: str | None = None,
+    timeline: int = 0,
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = 2**30,
     overwrite: bool = False,
@@ -130,6 +131,7 @@ def prepare_checkpoint(
         metadata=dict(metadata or {}),
         versions=dict(_installed_versions()),
         run_id=run_id,
+        timeline=timeline,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     index_to_bytes(draft.with_files({"state.json": FileEntry(0, "0" * 64)}))  # refuses what it cannot hold

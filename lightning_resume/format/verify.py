@@ -58,10 +58,11 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     Raises:
         CheckpointError: the first fault, with the subclasses of `read_index`.
     """
-    return look_into(Path(path), _verify)
+    return look_into(Path(path), verify_files)
 
 
-def _verify(files: CheckpointFiles) -> CheckpointIndex:
+def verify_files(files: CheckpointFiles) -> CheckpointIndex:
+    """The index of an open checkpoint all of whose bytes are right; raises as `verify_checkpoint` does."""
     index = load_index(files)
     for name, entry in index.files.items():
         files.require_digest(name, entry, _digest(files, name))

@@ -24,7 +24,7 @@ from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import has_other_accumulation, look_at_data, trainer_identity
-from lightning_resume.plugin.last import find_last, warn_of_newer
+from lightning_resume.plugin.last import find_last, timeline_after, warn_of_bad
 from lightning_resume.plugin.optimizers import describe_optimizers, match_optimizers
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
@@ -178,7 +178,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         if self.settings.trainable_only:
             frozen.check_setup(trainer)
         if self._trainer is None or self._trainer() is not trainer:  # the same one goes on with its own run
-            self._trainer, self._io.run_id = weakref.ref(trainer), uuid.uuid4().hex
+            self._trainer, self._io.run_id, self._io.timeline = weakref.ref(trainer), uuid.uuid4().hex, 0
         self._item_seed = positional.fresh_seed(trainer, self.settings.item_rng)
         self._io.fitting = Fitting(
             trainer.global_rank,
@@ -221,9 +221,9 @@ class AtomicResumeCallback(ModelCheckpoint):
         check_rank_state(checkpoint["rank_state"], self.allow)
         positional.check_item_rng(checkpoint, self.settings.item_rng, trainer.world_size)
         self._resumed_from = os.path.abspath(path)
-        self._io.run_id = read_index(path).run_id or self._io.run_id
-        if os.path.dirname(self._resumed_from) == self.dirpath:
-            warn_of_newer(self._folder(trainer), path, checkpoint["global_step"])
+        index = read_index(path)
+        self._io.run_id = index.run_id or self._io.run_id
+        self._io.timeline = timeline_after(self._folder(trainer), index)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what has to be put back later, when the loop stands where the save was."""
@@ -247,6 +247,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._optimizers = describe_optimizers(trainer)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             clean_incomplete(self._folder(trainer))
+            warn_of_bad(self._folder(trainer))
         if self._resume is not None:
             saved = self._resume["optimizers"], self._optimizers, self._resume["optimizer_states"]
             self._resume["matched"] = match_optimizers(*saved)

@@ -54,6 +54,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def __init__(self, max_shard_bytes: int = 2**30) -> None:
         self.max_shard_bytes = max_shard_bytes
         self.run_id: str | None = None
+        self.timeline = 0
         self.fitting: Fitting | None = None
         self.complete: Callable[[str, dict[str, Any]], None] = lambda path, checkpoint: None
 
@@ -89,6 +90,7 @@ class AtomicCheckpointIO(CheckpointIO):
             identity=ranks[0]["identity"] if ranks else {},
             kind="full" if "optimizer_states" in state else "weights",
             run_id=self.run_id,
+            timeline=self.timeline,
             max_shard_bytes=self.max_shard_bytes,
             overwrite=True,
         )

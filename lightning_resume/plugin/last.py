@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resume.catalog import CheckpointInfo, scan_checkpoints, step_dirname
+from lightning_resume.catalog import CheckpointInfo, place_in_run, scan_checkpoints, step_dirname
 from lightning_resume.errors import CheckpointError, NoGoodCheckpointError
+from lightning_resume.format.index import CheckpointIndex
 from lightning_resume.format.verify import verify_checkpoint
 
 
 def step_checkpoints(folder: str) -> list[CheckpointInfo]:
-    """The good full checkpoints that are named after their step, by step; a ModelCheckpoint's are not among them."""
+    """The good full checkpoints that are named after their step, oldest first; no ModelCheckpoint's are among them."""
     return [
         info
         for info in scan_checkpoints(folder)
@@ -28,7 +30,7 @@ def step_checkpoints(folder: str) -> list[CheckpointInfo]:
 
 
 def find_last(folder: str, others: Collection[str]) -> set[str]:
-    """The newest good checkpoint in `folder`, by step number; an empty set and one info line where there is none.
+    """The newest good checkpoint in `folder`, by timeline and step; an empty set and one info line where there is none.
 
     Each candidate is verified in full, the newest first. Those that fail are passed over with a warning that names
     them, what is wrong, and what is taken instead.
@@ -50,7 +52,7 @@ def find_last(folder: str, others: Collection[str]) -> set[str]:
             bad.append(replace(candidate, status="corrupt", reason=str(error).replace("\n", " ")))
         else:
             path = os.fspath(candidate.path)
-            newer = [str(info) for info in bad if info.path.name > candidate.path.name]
+            newer = [str(info) for info in bad if _step_of(info) > (candidate.global_step or 0)]
             if newer:
                 rank_zero_warn(f"{candidate.path.name} in {folder!r} is resumed from, the newer ones are bad: {newer}")
             _make_newest(path, others)
@@ -64,6 +66,12 @@ def find_last(folder: str, others: Collection[str]) -> set[str]:
     warnings.filterwarnings("ignore", message=expected)
     rank_zero_info(f"No checkpoint in {folder!r} yet: training starts from scratch.")
     return set()
+
+
+def _step_of(info: CheckpointInfo) -> int:
+    """The step of a bad one: from its index, or else from its name; -1 where neither tells."""
+    name = re.fullmatch(r"step-([0-9]+)", info.path.name)
+    return info.global_step if info.global_step is not None else int(name[1]) if name else -1
 
 
 def _is_link_to_step(info: CheckpointInfo) -> bool:
@@ -80,11 +88,27 @@ def _make_newest(path: str, others: Collection[str]) -> None:
         warnings.warn(f"could not touch {path!r} ({error}); Lightning may prefer another 'last'", stacklevel=2)
 
 
-def warn_of_newer(folder: str, path: str, global_step: int) -> None:
-    """Says that a run which goes on from an older checkpoint shares its folder with newer ones."""
-    newer = [info.path.name for info in step_checkpoints(folder) if (info.global_step or 0) > global_step]
-    if newer:
+def timeline_after(folder: str, index: CheckpointIndex) -> int:
+    """The timeline of a run that goes on in `folder` from the checkpoint of this index.
+
+    It is that of the checkpoint, or a new one where the folder holds later checkpoints of the run: those of the new
+    timeline are then the newer ones, however low their step.
+    """
+    run = [info for info in scan_checkpoints(folder) if info.status == "good" and info.run_id == index.run_id]
+    if index.run_id is None or not any(place_in_run(info) > place_in_run(index) for info in run):
+        return index.timeline
+    return 1 + max(info.timeline or 0 for info in run)
+
+
+def warn_of_bad(folder: str) -> None:
+    """Tells of what looks like a checkpoint and is none: by index and sizes, without reading the data.
+
+    What is left of a cut short save is hidden, and nothing to tell of.
+    """
+    bad = [str(info) for info in scan_checkpoints(folder) if info.status in ("corrupt", "incomplete")]
+    bad = [text for text in bad if not text.startswith(".")]
+    if bad:
         rank_zero_warn(
-            f"Training goes on from {path!r}, but {folder!r} holds newer checkpoints ({', '.join(newer)}). "
-            'Until it has passed them, "last" means the newest of them. Delete them, or pass another dirpath.'
+            f"{folder!r} holds {len(bad)} that cannot be resumed from: {'; '.join(bad)}. "
+            f"Look at them with: lightning-resume verify {shlex.quote(folder)}"
         )

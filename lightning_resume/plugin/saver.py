@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resume.catalog import prune_checkpoints, step_dirname
+from lightning_resume.catalog import step_dirname
 from lightning_resume.errors import BackgroundSaveError, CheckpointExistsError, ResumeError, UnsupportedStateError
 from lightning_resume.format.image import Image
 from lightning_resume.format.prepared import PreparedCheckpoint
@@ -22,9 +22,9 @@ from lightning_resume.plugin.arguments import Settings
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.checks import check_dump
 from lightning_resume.plugin.frozen import FrozenParameters
-from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
-from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence, is_crossed, stretched_interval, to_prune
+from lightning_resume.plugin.retention import Retention
+from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence, is_crossed, stretched_interval
 from lightning_resume.writer import BackgroundWriter
 
 
@@ -218,7 +218,7 @@ class Saver:
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CheckpointExistsError(path)
             prepared = io.prepare(checkpoint, path)
-            job = self._job(prepared, check, os.path.dirname(path), trainer.global_step)
+            job = self._job(prepared, check, io.run_id)
             if in_background and self._is_copied(prepared):
                 self._writer.submit(path, job)
             else:
@@ -227,13 +227,16 @@ class Saver:
             return error
         return None
 
-    def _job(
-        self, prepared: PreparedCheckpoint, check: Callable[[], None], folder: str, global_step: int
-    ) -> Callable[[], None]:
+    def _job(self, prepared: PreparedCheckpoint, check: Callable[[], None], run_id: str | None) -> Callable[[], None]:
+        settings, newest = self._settings, self.last_path or None
+        folder = os.path.dirname(prepared.path)
+        retention = Retention(folder, settings.keep_last_k, settings.archive_every_n_train_steps)
+
         def job() -> None:
             check()
+            retention.make_room(prepared.num_bytes, run_id, newest)
             prepared.commit()
-            self._prune(folder, global_step)  # only now: nothing is deleted before its successor is durable
+            retention.prune(run_id, prepared.path)  # only now: nothing is deleted before its successor is durable
 
         return job
 
@@ -250,15 +253,6 @@ class Saver:
         if must_succeed or is_first:
             raise failure
         rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
-
-    def _prune(self, folder: str, global_step: int) -> None:
-        # Newer ones are of another timeline, which a run that was resumed from an older step has yet to pass.
-        paths = {info.global_step or 0: info.path for info in step_checkpoints(folder)}
-        steps = [step for step in paths if step <= global_step]
-        try:
-            prune_checkpoints([paths[step] for step in to_prune(steps, self._settings.keep_last_k)])
-        except (ResumeError, OSError) as error:
-            warnings.warn(f"could not delete old checkpoints in {folder!r}: {error}", stacklevel=2)
 
     def _stretch(self, stall_seconds: float) -> None:
         interval = self._cadence.interval_seconds

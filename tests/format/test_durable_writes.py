@@ -24,7 +24,7 @@ from lightning_resume.format.hidden import parse_hidden
 
 SIZE = 50
 SHARD_BYTES = 200
-OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+OPERATIONS = ("open", "write", "fsync", "close", "mkdir", "link", "rename", "unlink", "rmdir")
 
 
 def state(value: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import replace
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
@@ -26,6 +27,7 @@ from lightning_resume.format.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
+from lightning_resume.format.migrations import SCHEMA, STEPS
 
 FROZEN = Path(__file__).parent / "frozen"
 
@@ -45,8 +47,8 @@ def registered(monkeypatch: Any) -> None:
     register_type(Point, name="frozen.Point")
 
 
-def schema_1_state() -> dict[str, Any]:
-    """What the checkpoint of schema 1 was made from: every encoding of that schema occurs."""
+def frozen_state() -> dict[str, Any]:
+    """What the frozen checkpoints were made from: every encoding of both schemas occurs."""
     weight = torch.arange(6.0).reshape(2, 3)
     model = OrderedDict({"a.weight": weight, "tied": weight, "b": torch.arange(4.0).reshape(2, 2).t()})
     model._metadata = OrderedDict({"": {"version": 2}})
@@ -82,7 +84,7 @@ def schema_1_state() -> dict[str, Any]:
     }
 
 
-def schema_1_ranks() -> list[dict[str, Any]]:
+def frozen_ranks() -> list[dict[str, Any]]:
     """The states of two ranks."""
     return [{"rng": torch.arange(4, dtype=torch.uint8), "position": rank} for rank in range(2)]
 
@@ -92,52 +94,69 @@ ARGUMENTS: dict[str, Any] = {
     "counters": COUNTERS,
     "identity": {"length": 32, "sampler": {"shuffle": True}},
     "run_id": "frozen",
-    "metadata": {"note": "written by schema 1"},
     "max_shard_bytes": 24,
 }
+TIMELINES = {1: 0, 2: 2}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_schema_1_is_read(same: Any) -> None:
+@pytest.mark.parametrize("schema", TIMELINES)
+def test_a_frozen_schema_is_read(schema: int, same: Any) -> None:
     """Every value and type, each rank's state, and all that the index says."""
-    path = FROZEN / "schema-1"
+    path = FROZEN / f"schema-{schema}"
 
     index = verify_checkpoint(path)
     result = read_checkpoint(path, rank=1)
 
-    assert same(result, {**schema_1_state(), "rank_state": schema_1_ranks()[1]})
+    assert same(result, {**frozen_state(), "rank_state": frozen_ranks()[1]})
     assert result["state_dict"]["tied"] is result["state_dict"]["a.weight"]
     assert result["state_dict"]["b"].stride() == (1, 2)
-    assert (index.schema, index.kind, index.counters, index.run_id) == (
-        "lightning-resume/1",
-        "full",
-        COUNTERS,
-        "frozen",
-    )
+    assert f'"schema": "lightning-resume/{schema}"' in (path / "index.json").read_text()
+    assert (index.schema, index.kind, index.counters, index.run_id) == (SCHEMA, "full", COUNTERS, "frozen")
+    assert index.timeline == TIMELINES[schema]
     assert index.identity == ARGUMENTS["identity"]
-    assert index.metadata == ARGUMENTS["metadata"]
+    assert index.metadata == {"note": f"written by schema {schema}"}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_what_schema_1_was_made_from_is_still_written_the_same(tmp_path: Path) -> None:
+def test_what_the_newest_schema_was_made_from_is_still_written_the_same(tmp_path: Path) -> None:
     """The bytes of all data files have not changed: a change of the format would need a new schema."""
-    before = verify_checkpoint(FROZEN / "schema-1")
+    newest = max(TIMELINES)
+    before = verify_checkpoint(FROZEN / f"schema-{newest}")
 
-    after = write_checkpoint(tmp_path / "c", schema_1_state(), rank_states=schema_1_ranks(), **ARGUMENTS)
+    after = write_checkpoint(
+        tmp_path / "c",
+        frozen_state(),
+        rank_states=frozen_ranks(),
+        timeline=TIMELINES[newest],
+        metadata={"note": f"written by schema {newest}"},
+        **ARGUMENTS,
+    )
 
-    assert after.files == before.files
+    assert f"lightning-resume/{newest}" == SCHEMA
+    assert replace(after, created="", versions={}, digest="") == replace(before, created="", versions={}, digest="")
+
+
+def test_no_schema_is_without_its_frozen_directory() -> None:
+    """A new schema comes with a checkpoint of its own."""
+    names = {path.name for path in FROZEN.iterdir()}
+
+    assert names == {f"schema-{number}" for number in TIMELINES}
+    assert {*STEPS, SCHEMA} == {f"lightning-resume/{number}" for number in TIMELINES}
 
 
 @pytest.mark.parametrize("path", sorted(FROZEN.iterdir()), ids=lambda path: path.name)
 def test_every_frozen_checkpoint_is_migrated_in_place(path: Path, tmp_path: Path, same: Any) -> None:
-    """Afterwards it is of the newest schema, holds the same state, and is found by a scan."""
+    """Afterwards it is of the newest schema on disk, holds the same state, and is found by a scan."""
     copy = tmp_path / "step-00000003"
     shutil.copytree(path, copy)
 
     index = migrate_checkpoint(copy)
     newest = newest_good(tmp_path, verify=True)
 
-    assert index.schema == "lightning-resume/1"
+    assert index == verify_checkpoint(copy)
+    assert f'"schema": "{SCHEMA}"' in (copy / "index.json").read_text()
     assert newest is not None
     assert newest.path == copy
-    assert same(read_checkpoint(copy), read_checkpoint(path))
+    assert same(read_checkpoint(copy, rank=0), read_checkpoint(path, rank=0))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]

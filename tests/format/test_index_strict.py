@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_resume.errors import CorruptCheckpointError, SchemaError, UnsafePathError, UnsupportedStateError
-from lightning_resume.format.checkpoint import migrate_checkpoint, read_index, verify_checkpoint, write_checkpoint
+from lightning_resume.format.checkpoint import read_index, verify_checkpoint, write_checkpoint
 from lightning_resume.format.index import index_from_bytes
 from lightning_resume.format.migrations import SCHEMA, require_known_schema, upgrade_index
 
@@ -32,6 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
         counters=COUNTERS,
         identity={"length": 32, "sampler": {"shuffle": True, "seed": None}, "sizes": [4, 0.5]},
         run_id="run",
+        timeline=1,
         metadata={"note": "Grüße"},
     )
     return path
@@ -51,7 +52,7 @@ def test_the_index_holds_what_was_given(checkpoint: Path) -> None:
     assert (index.global_step, index.current_epoch, index.batch_in_epoch, index.world_size) == (12, 1, 4, 2)
     assert index.identity == {"length": 32, "sampler": {"shuffle": True, "seed": None}, "sizes": [4, 0.5]}
     assert (index.kind, index.run_id, index.metadata) == ("full", "run", {"note": "Grüße"})
-    assert (index.num_ranks, index.schema) == (2, "lightning-resume/1")
+    assert (index.num_ranks, index.schema, index.timeline) == (2, "lightning-resume/2", 1)
     assert index.versions["torch"] == torch.__version__
     assert datetime.now(timezone.utc) - datetime.fromisoformat(index.created) < timedelta(minutes=5)
     assert {*index.files, "index.json"} == {path.name for path in checkpoint.iterdir()}
@@ -67,6 +68,7 @@ def test_what_was_not_given_is_none_or_empty(tmp_path: Path) -> None:
 
     assert (index.global_step, index.current_epoch, index.batch_in_epoch, index.world_size) == (None,) * 4
     assert (index.run_id, index.identity, index.metadata, index.num_ranks) == (None, {}, {}, 0)
+    assert index.timeline == 0
 
 
 def test_the_index_that_was_returned_is_the_one_on_disk(checkpoint: Path) -> None:
@@ -122,12 +124,21 @@ def with_file(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     "change",
     [
-        *[without(name) for name in ("kind", "created", "run_id", "counters", "identity", "versions", "files")],
+        *[
+            without(name)
+            for name in ("kind", "created", "run_id", "timeline", "counters", "identity", "versions", "files")
+        ],
         with_(more=1),
         with_(kind="partial"),
         with_(kind=None),
         with_(created=5),
         with_(run_id=5),
+        with_(timeline=-1),
+        with_(timeline=True),
+        with_(timeline=1.0),
+        with_(timeline=None),
+        with_(timeline=2**63),
+        with_(schema="lightning-resume/1"),
         with_(counters=[]),
         with_(counters={"global_step": 1.0}),
         with_(counters={"global_step": True}),
@@ -217,6 +228,7 @@ def test_a_deep_identity_is_refused_when_read_and_when_written(checkpoint: Path)
         ({"identity": {"\ud800": 1}}, "identity.\ud800"),
         ({"counters": {"a": 2**63}}, "counters.a"),
         ({"metadata": {"a": "\udfff"}}, "metadata.a"),
+        ({"timeline": 2**63}, "timeline"),
     ],
 )
 def test_what_the_index_cannot_hold_exactly_is_refused(
@@ -241,7 +253,16 @@ def test_counters_are_ints_and_metadata_texts(arguments: dict[str, Any], tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("schema", ["lightning-resume/2", "lightning-resume/999"])
+@pytest.mark.parametrize(("timeline", "error"), [(-1, ValueError), (True, TypeError), (1.0, TypeError)])
+def test_a_timeline_is_a_count(timeline: Any, error: type[Exception], tmp_path: Path) -> None:
+    """How often a run has gone back: refused before anything is created."""
+    with pytest.raises(error, match=f"timeline={timeline}"):
+        write_checkpoint(tmp_path / "c", {}, timeline=timeline)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("schema", ["lightning-resume/3", "lightning-resume/999"])
 def test_an_unknown_schema_is_named_with_what_can_be_read(schema: str, checkpoint: Path) -> None:
     """A newer version's checkpoint is not called corrupt, whatever else it holds."""
     (checkpoint / "index.json").write_text(json.dumps({"schema": schema, "new": "fields"}))
@@ -249,7 +270,7 @@ def test_an_unknown_schema_is_named_with_what_can_be_read(schema: str, checkpoin
     with pytest.raises(SchemaError, match="newer") as caught:
         read_index(checkpoint)
 
-    assert (caught.value.found, caught.value.supported) == (schema, ("lightning-resume/1",))
+    assert (caught.value.found, caught.value.supported) == (schema, ("lightning-resume/1", "lightning-resume/2"))
 
 
 @pytest.mark.parametrize("schema", [None, 1, "", "other/1", "lightning-resume/x", "lightning-resume/1 "])
@@ -299,26 +320,6 @@ def test_a_name_that_could_lead_out_is_refused_before_anything_is_opened(
     assert opened == [str(checkpoint), "index.json"]
 
 
-def test_migrating_a_checkpoint_of_the_newest_schema_changes_nothing(checkpoint: Path) -> None:
-    """It is checked, and left as it is, to the byte."""
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in checkpoint.iterdir()}
-
-    index = migrate_checkpoint(checkpoint)
-
-    assert index == read_index(checkpoint)
-    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in checkpoint.iterdir()} == before
-
-
-def test_migrating_a_damaged_checkpoint_is_refused(checkpoint: Path) -> None:
-    """Nothing is built on what is not sound."""
-    (checkpoint / "state.json").write_bytes(b"x" * (checkpoint / "state.json").stat().st_size)
-
-    with pytest.raises(CorruptCheckpointError) as caught:
-        migrate_checkpoint(checkpoint)
-
-    assert caught.value.file == "state.json"
-
-
 def test_migration_steps_are_applied_in_order_and_leave_their_input_alone() -> None:
     """Pure functions from one schema to the next."""
     steps = {
@@ -342,4 +343,4 @@ def test_a_schema_is_known_if_a_step_leads_on_from_it() -> None:
         require_known_schema({"schema": "lightning-resume/3"}, "c", steps=steps, newest="lightning-resume/2")
 
     assert caught.value.supported == ("lightning-resume/1", "lightning-resume/2")
-    assert SCHEMA == "lightning-resume/1"
+    assert SCHEMA == "lightning-resume/2"

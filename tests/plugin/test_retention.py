@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from chain import kill_in_turn
-from inprocess import NotedToy, loader, make_trainer, plugin, save_some, val_loader
+from inprocess import NotedToy, Stop, StopAfter, loader, make_trainer, plugin, save_some, val_loader
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from toy import Job, assert_same, run, saved_steps, step_dir
 
 from lightning_resume import AtomicResumeCallback, UnsupportedSetupError, read_checkpoint, scan_checkpoints
+from lightning_resume.plugin.retention import SPARE_BYTES
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
@@ -122,6 +123,161 @@ def test_the_newest_k_stay(tmp_path: Path) -> None:
     save_some(tmp_path / "ck", keep_last_k=3)
 
     assert saved_steps(tmp_path / "ck") == [6, 7, 8]
+
+
+def test_archived_checkpoints_stay(tmp_path: Path) -> None:
+    """The first at or after each multiple of `archive_every_n_train_steps` stays for ever, besides the newest."""
+    settings = {"every_n_train_steps": 2, "keep_last_k": 1, "archive_every_n_train_steps": 5}
+
+    save_some(tmp_path / "ck", **settings)
+    make_trainer(tmp_path, plugin(tmp_path / "ck", **settings)).fit(NotedToy(), loader(), ckpt_path="last")
+
+    assert saved_steps(tmp_path / "ck") == [5, 10, 15, 16]
+
+
+def test_weights_stay_and_do_not_count(tmp_path: Path) -> None:
+    """The weights-only tier is kept for ever, and takes no place of a full checkpoint."""
+    settings = {"every_n_train_steps": 2, "keep_last_k": 2, "save_weights_only_every_n_train_steps": 3}
+
+    save_some(tmp_path / "ck", **settings)
+    kinds = {info.global_step: info.kind for info in scan_checkpoints(tmp_path / "ck")}
+
+    assert kinds == {3: "weights", 6: "full", 8: "full"}
+
+
+def test_a_run_that_went_back_is_resumed_where_it_went_on(tmp_path: Path) -> None:
+    """Resumed from step 3 in a folder that goes up to 8, its steps 4 and 5 are "last", and the old ones are pruned."""
+    save_some(tmp_path / "ck")
+    module, stop = NotedToy(), StopAfter(2)
+    with pytest.raises(Stop):
+        make_trainer(tmp_path, stop, plugin(tmp_path / "ck", save_on_exception=False)).fit(
+            module, loader(), ckpt_path=step_dir(tmp_path / "ck", 3)
+        )
+    infos = [(info.timeline, info.global_step) for info in scan_checkpoints(tmp_path / "ck")]
+
+    again = NotedToy()
+    make_trainer(tmp_path, plugin(tmp_path / "ck", keep_last_k=2), max_epochs=1).fit(again, loader(), ckpt_path="last")
+
+    assert infos == [*[(0, step) for step in (0, 1, 2, 3, 5, 6, 7, 8)], (1, 4)]
+    assert again.rows[0]["step"] == 4
+    assert [(info.timeline, info.global_step) for info in scan_checkpoints(tmp_path / "ck")] == [(1, 7), (1, 8)]
+
+
+def test_going_back_twice_makes_two_timelines(tmp_path: Path) -> None:
+    """Each one is newer than all before it; going on from the newest stays on it."""
+    folder = tmp_path / "ck"
+    save_some(folder, every_n_train_steps=4)
+
+    for step, max_steps in ((4, 5), (0, 2), (2, 3)):
+        trainer = make_trainer(tmp_path, plugin(folder), max_steps=max_steps, max_epochs=-1)
+        trainer.fit(NotedToy(), loader(), ckpt_path=step_dir(folder, step))
+
+    timelines = {info.global_step: info.timeline for info in scan_checkpoints(folder)}
+    assert timelines == {0: 0, 4: 0, 8: 0, 5: 1, 1: 2, 2: 2, 3: 2}
+    assert scan_checkpoints(folder)[-1].global_step == 3
+
+
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_a_folder_can_be_moved_or_copied_and_still_resumes(how: str, tmp_path: Path) -> None:
+    """There are no absolute paths inside: the run goes on exactly in the new place."""
+    job = Job(plugin={"every_n_train_steps": 1, "keep_last_k": 2})
+    baseline = run(job, tmp_path / "base")
+    run(job, tmp_path / "work", kill_after=5)
+    new = tmp_path / "elsewhere" / "deep"
+    new.parent.mkdir()
+    (shutil.move if how == "moved" else shutil.copytree)(tmp_path / "work", new)
+
+    resumed = run(job, new, resume=True)
+
+    assert_same(baseline, resumed, start=5)
+    assert (tmp_path / "work").exists() is (how == "copied")
+
+
+def test_one_checkpoint_can_be_copied_to_another_folder(tmp_path: Path) -> None:
+    """A directory carries all that it needs: it is "last" where it is put."""
+    save_some(tmp_path / "a")
+    shutil.copytree(step_dir(tmp_path / "a", 5), step_dir(tmp_path / "b", 5))
+    module = NotedToy()
+
+    make_trainer(tmp_path, plugin(tmp_path / "b"), max_epochs=1).fit(module, loader(), ckpt_path="last")
+
+    assert module.rows[0]["step"] == 5
+    assert saved_steps(tmp_path / "b") == [5, 6, 7, 8]
+
+
+def test_resuming_again_and_again_leaves_one_last(tmp_path: Path) -> None:
+    """RET-09: after three resumes there is one newest checkpoint, and nothing is named after being the last."""
+    save_some(tmp_path / "ck", keep_last_k=1)
+
+    for num_steps in (9, 10, 11):
+        trainer = make_trainer(tmp_path, plugin(tmp_path / "ck", keep_last_k=1), max_steps=num_steps, max_epochs=-1)
+        trainer.fit(NotedToy(), loader(), ckpt_path="last")
+
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000011"]
+
+
+def test_files_of_others_in_the_folder_are_not_touched(tmp_path: Path) -> None:
+    """RET-13: ten saves with `keep_last_k=1` leave the user's files and directories as they were."""
+    folder = tmp_path / "ck"
+    (folder / "mydata").mkdir(parents=True)
+    (folder / "mydata" / "index.json").write_text('{"mine": 1}')
+    (folder / "notes.txt").write_text("mine")
+    before = snapshot(folder)
+
+    save_some(folder, keep_last_k=1)
+
+    after = snapshot(folder)
+    assert {name: after[name] for name in before} == before
+    assert sorted(path.name for path in folder.iterdir()) == ["mydata", "notes.txt", "step-00000008"]
+
+
+def test_stop_signals_do_not_pile_up_checkpoints(tmp_path: Path) -> None:
+    """CRA-15: with `keep_last_k=2` ten stops by SIGTERM leave two checkpoints, and no batch is lost or repeated."""
+    job = Job(
+        max_epochs=3,
+        plugin={"every_n_train_steps": None, "train_time_interval": timedelta(hours=1), "keep_last_k": 2},
+    )
+    baseline = run(job, tmp_path / "base")
+    folder = tmp_path / "work"
+    batches = []
+
+    for batch in range(2, 22, 2):
+        stopped = run(replace(job, callbacks=lambda b=batch: [SignalsIn(b)]), folder, resume=batch > 2, fails=True)
+        batches += stopped.batches
+
+    assert saved_steps(stopped.folder) == [18, 20]
+    assert batches == baseline.batches[:20]
+    assert_same(baseline, run(job, folder, resume=True), start=20)
+
+
+def test_a_full_disk_is_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little space for a save: the oldest go first, also within `keep_last_k`, and a warning says so."""
+    folder = tmp_path / "ck"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=SPARE_BYTES + 10))
+
+    with pytest.warns(UserWarning, match="deleted step-00000000, step-00000001 in .* to make room"):
+        save_some(folder, keep_last_k=5, async_save=False)
+
+    assert saved_steps(folder) == [7, 8]
+
+
+def test_bad_entries_are_told_when_training_starts(tmp_path: Path) -> None:
+    """By index and sizes only: one warning that names each, and the command that tells more."""
+    folder = tmp_path / "ck"
+    save_some(folder)
+    (step_dir(folder, 2) / "state.json").write_text("x")
+    (step_dir(folder, 3) / "index.json").unlink()
+    (folder / "notes.txt").write_text("mine")
+
+    with pytest.warns(UserWarning, match="cannot be resumed from") as caught:
+        make_trainer(tmp_path, plugin(folder), max_steps=9, max_epochs=-1).fit(NotedToy(), loader(), ckpt_path="last")
+
+    (text,) = [str(warning.message) for warning in caught if "cannot be resumed from" in str(warning.message)]
+    assert "step-00000002: corrupt, state.json" in text
+    assert "step-00000003: incomplete" in text
+    assert "lightning-resume verify" in text
+    assert "notes" not in text
 
 
 def test_default_names_are_plain(tmp_path: Path) -> None:
