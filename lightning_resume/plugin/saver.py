@@ -56,16 +56,19 @@ class Saver:
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, global_step: int, last_path: str) -> None:
+    def begin(self, trainer: Trainer, last_path: str) -> None:
         """Training begins, or goes on.
 
         Args:
-            global_step: optimizer steps taken.
-            last_path: a good checkpoint of this run in the same folder; "" if there is none.
+            trainer: at the step from which it goes on.
+            last_path: a good checkpoint of this run in the same folder; "" if there is none. What a process that was
+                killed between a save and its pruning has left over is pruned.
         """
-        self._due_from = global_step, time.monotonic()
-        self._saved_step = self._seen_step = global_step
+        self._due_from = trainer.global_step, time.monotonic()
+        self._saved_step = self._seen_step = trainer.global_step
         self.last_path = last_path
+        if last_path and trainer.is_global_zero:
+            self._prune(os.path.dirname(last_path), trainer.global_step)
 
     def steps_since_save(self, trainer: Trainer) -> int:
         """Optimizer steps since the last save that succeeded or is in flight."""

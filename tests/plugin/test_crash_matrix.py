@@ -1,0 +1,159 @@
+"""Every file operation of two consecutive saves and their pruning, inside a real training: killed there, failing there.
+
+The operations are counted in an undisturbed run, each time anew, so that no case can be missing and none be empty.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import WRITES, Faults
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from toy import Job, Run, assert_records_equal, assert_same, run, saved_steps
+
+from lightning_resume import scan_checkpoints, verify_checkpoint
+from lightning_resume.catalog import newest_good
+from lightning_resume.plugin.last import find_last
+
+NUM_BATCHES, CADENCE = 5, 2  # saves at the steps 2 and 4; each prunes the one before it
+NUM_PARTS = 4  # of a matrix, so that several processes can share it
+
+
+class Arm(Callback):
+    """Begins to count when the first batch begins: the save of step 0 is over then."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.faults.install()
+
+
+def job(faults: Faults | None = None, *, async_save: bool) -> Job:
+    """Five batches; nothing else saves than the cadence."""
+    return Job(
+        num_items=NUM_BATCHES * 4,
+        max_epochs=1,
+        plugin={
+            "every_n_train_steps": CADENCE,
+            "keep_last_k": 1,
+            "async_save": async_save,
+            "save_on_train_end": False,
+        },
+        callbacks=lambda: [Arm(faults)] if faults else [],
+        after_fit=lambda trainer, module: faults.tell() if faults else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nothing befalls."""
+    return run(job(async_save=False), tmp_path_factory.mktemp("baseline"))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Counts the operations of an undisturbed run, once for each kind."""
+
+    @lru_cache(maxsize=None)
+    def count(async_save: bool, only_writes: bool = False) -> list[dict[str, Any]]:
+        workdir = tmp_path_factory.mktemp("counted")
+        faults = Faults(workdir, **({"only": WRITES} if only_writes else {}))
+        undisturbed = run(job(faults, async_save=async_save), workdir)
+        assert saved_steps(undisturbed.folder) == [4]
+        return without_faults(undisturbed).of("operation") or undisturbed.of("operation")
+
+    return count
+
+
+def without_faults(process: Run) -> Run:
+    """The run without what it said of its file operations."""
+    return replace(process, records=[record for record in process.records if record["kind"] != "operation"])
+
+
+def part_of(operations: list[dict[str, Any]], part: int) -> Iterator[tuple[int, str]]:
+    """Numbers and descriptions of the operations that one test of `NUM_PARTS` looks at."""
+    for operation in operations[part::NUM_PARTS]:
+        yield operation["number"], f"{operation['name']} {operation['path']} {operation['target']}"
+
+
+def check_resume(baseline: Run, workdir: Path, *, async_save: bool) -> int:
+    """The newest checkpoint is whole, "last" finds it, and the run that goes on from it is exact; returns its step."""
+    folder = workdir / "checkpoints"
+    newest = newest_good(folder, verify=True)
+    assert newest is not None
+    assert find_last(str(folder), ()) == {str(newest.path)}
+    assert {info.status for info in scan_checkpoints(folder, verify=True)} <= {"good", "incomplete"}
+    step = verify_checkpoint(newest.path).global_step
+
+    resumed = run(job(async_save=async_save), workdir, resume=True)
+
+    assert resumed.places[0] == (0, step, step)
+    assert_same(baseline, resumed, start=step)
+    assert [info.status for info in scan_checkpoints(folder, verify=True)] == ["good"]  # no temp, one directory
+    return step
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("how", ["kill", "torn", "power", "power-names"])
+def test_a_run_that_dies_at_any_file_operation_goes_on_exactly(
+    how: str, async_save: bool, part: int, baseline: Run, counted: Any, tmp_path: Path
+) -> None:
+    """Killed ahead of each operation, in the middle of each write, or by a power cut that loses all that may be lost."""
+    only = {"only": WRITES} if how == "torn" else {}
+    operations = counted(async_save, how == "torn")
+    num_cases, steps = 0, set()
+
+    for number, what in part_of(operations, part):
+        workdir = tmp_path / str(number)
+        faults = Faults(workdir, how, number, **only)
+
+        killed = run(job(faults, async_save=async_save), workdir, dies=True)
+
+        assert_records_equal(baseline.batches[: len(killed.batches)], killed.batches)
+        step = check_resume(baseline, workdir, async_save=async_save)
+        assert len(killed.batches) - step <= 2 * CADENCE, what
+        steps.add(step)
+        num_cases += 1
+
+    assert num_cases == len(operations[part::NUM_PARTS]) >= (3 if how == "torn" else 15)
+    assert steps == {0, 2} | ({4} if how != "torn" else set())
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_a_run_in_which_any_file_operation_fails_keeps_its_last_checkpoint(
+    code: int, async_save: bool, part: int, baseline: Run, counted: Any, tmp_path: Path
+) -> None:
+    """Training goes on to its end as if nothing had been, a warning tells; what is on disk resumes exactly."""
+    operations = counted(async_save)
+    num_cases = 0
+
+    for number, what in part_of(operations, part):
+        workdir = tmp_path / str(number)
+        faults = Faults(workdir, code, number, lasting=code == errno.ENOSPC)
+
+        process = without_faults(run(job(faults, async_save=async_save), workdir))
+
+        assert process.records == baseline.records, what
+        assert_told(process, what)
+        check_resume(baseline, workdir, async_save=async_save)
+        num_cases += 1
+
+    assert num_cases == len(operations[part::NUM_PARTS]) >= 15
+
+
+def assert_told(process: Run, what: str) -> None:
+    """A warning names the failure."""
+    told = [text for text in process.messages if "FAILED; training goes on" in text or "could not be deleted" in text]
+    assert told, what
