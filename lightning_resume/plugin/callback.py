@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_resume.catalog import clean_incomplete
@@ -35,6 +35,7 @@ from lightning_resume.plugin.rank_state import (
 )
 from lightning_resume.plugin.ranks import decide, gather
 from lightning_resume.plugin.saver import Saver
+from lightning_resume.plugin.signals import Signals
 from lightning_resume.rng import RNGState
 
 
@@ -132,6 +133,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._io = AtomicCheckpointIO(max_shard_bytes)
         self._saver = Saver(settings)
         self._frozen = frozen.FrozenParameters()
+        self._signals = Signals()
         self._moment = "hook"
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
@@ -194,7 +196,11 @@ class AtomicResumeCallback(ModelCheckpoint):
             lambda: self._before_epoch(trainer),
             lambda: self._before_batch(trainer),
             lambda: self._before_epoch_end(trainer),
+            lambda: self._listen(trainer),
+            lambda: self._after_run(trainer),
         )
+        if self.settings.save_on_signal:
+            loops.take_over_sigterm(trainer)
         loops.wrap_loaders(trainer, lambda loader: self._wrap(trainer, loader))
 
     def _wrap(self, trainer: Trainer, loader: object) -> object:
@@ -265,6 +271,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._saver.begin(trainer, (self._resumed_from or "") if is_same_folder else "")
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
+        self._listen(trainer)
 
     def _before_epoch(self, trainer: Trainer) -> None:
         if self._resume is not None and self._resume["between_epochs"]:
@@ -283,6 +290,8 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._has_begun = True
             if self.settings.save_on_train_start and not self._saver.last_path and not loops.is_lazy(trainer):
                 self._save(trainer, "cut", must_succeed=True)
+            if self.settings.save_on_signal and self._signals.may_be_noted(trainer):
+                self._heed_signals(trainer)
             return
         self._saver.poll(trainer)
         self._saver.make_ready(trainer)
@@ -291,11 +300,28 @@ class AtomicResumeCallback(ModelCheckpoint):
         kind = self._saver.due(trainer)
         if kind is None:
             self._saver.pass_by(trainer)
-        elif all(loader.is_saveable(loops.num_batches_ahead(trainer)) for loader in loops.train_loaders(trainer)):
+        elif loops.is_saveable(trainer):
             self._save(
                 trainer, "cut", kind=kind, in_background=self.settings.async_save and bool(self._saver.last_path)
             )
             self._saver.pass_by(trainer)
+        if self.settings.save_on_signal and self._signals.may_be_noted(trainer) and loops.is_saveable(trainer):
+            self._heed_signals(trainer)
+
+    def _listen(self, trainer: Trainer) -> None:
+        if self.settings.save_on_signal and self in loops.callbacks(trainer):
+            self._signals.install(trainer)
+
+    def _heed_signals(self, trainer: Trainer) -> None:
+        self._signals.heed(trainer, lambda: self._save_if_new(trainer, "cut"), lambda: self._at("cut"))
+
+    def _after_run(self, trainer: Trainer) -> None:
+        """Training has ended, and what it was to save is saved: a signal that came since the last cut is heeded."""
+        if self not in loops.callbacks(trainer):
+            return
+        if self.settings.save_on_signal and self._signals.may_be_noted(trainer):
+            self._signals.heed(trainer, lambda: None, lambda: self._at("end"))
+        self._signals.remove()
 
     def _before_epoch_end(self, trainer: Trainer) -> None:
         """Training that stops inside an epoch is saved before Lightning takes the epoch for complete."""
@@ -340,11 +366,9 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._saver.settle(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves where Lightning stops for SIGTERM: all of the last batch is over."""
-        if isinstance(exception, SIGTERMException) and self.settings.save_on_signal:
-            self._save_if_new(trainer, "cut")
-        else:
-            self._saver.settle(trainer)
+        """Waits for the save in flight. One rank alone may be here: the others are not asked for anything."""
+        self._saver.finish()
+        self._signals.remove()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: the epoch's end is saved at the first batch of the next one, or when training ends."""
@@ -354,6 +378,7 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the hooks out again."""
+        self._signals.remove()
         loops.remove_hooks(trainer)
         loops.unwrap_loaders(trainer)
         loops.return_checkpoint_io(trainer)
@@ -361,10 +386,16 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, moment: str, **how: Any) -> None:
+        with self._at(moment):
+            self._saver.save(trainer, self._io, self._folder(trainer), self._frozen, **how)
+
+    @contextmanager
+    def _at(self, moment: str) -> Iterator[None]:
+        """What is saved in this context is saved at `moment`, whoever saves it."""
         self._streams = streams = RNGState.capture()
         self._moment = moment
         try:
-            self._saver.save(trainer, self._io, self._folder(trainer), self._frozen, **how)
+            yield
         finally:
             self._moment, self._streams = "hook", None
             streams.restore()  # a user's own save hooks may have drawn

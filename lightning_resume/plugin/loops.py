@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -68,8 +69,14 @@ def install_hooks(
     before_epoch: Callable[[], None],
     before_batch: Callable[[], None],
     before_epoch_end: Callable[[], None],
+    before_run: Callable[[], None],
+    after_run: Callable[[], None],
 ) -> None:
-    """Calls `before_epoch` before an epoch, `before_batch` at each cut, `before_epoch_end` after the last batch."""
+    """Calls `before_epoch` before an epoch, `before_batch` at each cut, `before_epoch_end` after the last batch.
+
+    `before_run` is called before data is set up, `after_run` when training has ended by itself, after everybody's
+    `on_train_end`.
+    """
     fit_loop = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
 
@@ -85,16 +92,43 @@ def install_hooks(
         before_epoch_end()
         type(fit_loop).on_advance_end(fit_loop)
 
+    def run() -> None:
+        before_run()
+        type(fit_loop).run(fit_loop)
+
+    def on_run_end() -> None:
+        type(fit_loop).on_run_end(fit_loop)
+        after_run()
+
+    fit_loop.run = run  # type: ignore[method-assign]
+    fit_loop.on_run_end = on_run_end  # type: ignore[method-assign]
     fit_loop.on_advance_start = on_advance_start  # type: ignore[method-assign]
     fit_loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
     epoch_loop.advance = advance  # type: ignore[method-assign]
 
 
 def remove_hooks(trainer: Trainer) -> None:
-    """Undoes `install_hooks`."""
-    trainer.fit_loop.__dict__.pop("on_advance_start", None)
-    trainer.fit_loop.__dict__.pop("on_advance_end", None)
-    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+    """Undoes `install_hooks` and `take_over_sigterm`."""
+    for name in ("run", "on_advance_start", "on_advance_end", "on_run_end"):
+        trainer.fit_loop.__dict__.pop(name, None)
+    for name in ("advance", "_broadcast_sigterm_tensor"):
+        trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
+
+
+def take_over_sigterm(trainer: Trainer) -> None:
+    """Spares several ranks the broadcast with which Lightning asks rank 0 for SIGTERM before each batch.
+
+    The caller has to ask all of them instead: a broadcast from rank 0 does not see what another rank was sent.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def requeue_signal(trainer: Trainer) -> int | None:
+    """The signal at which Lightning has SLURM queue the job again; None where it does not."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
 
 
 def wrap_loaders(trainer: Trainer, wrap: Callable[[object], object]) -> None:
@@ -137,6 +171,12 @@ def _wrapped(combined: CombinedLoader | None) -> list[ResumableLoader]:
 def num_batches_ahead(trainer: Trainer) -> int:
     """Batches that the fetcher holds and the loop has not trained."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def is_saveable(trainer: Trainer) -> bool:
+    """Whether every training loader knows where it stands."""
+    ahead = num_batches_ahead(trainer)
+    return all(loader.is_saveable(ahead) for loader in train_loaders(trainer))
 
 
 def batch_in_epoch(trainer: Trainer) -> int:

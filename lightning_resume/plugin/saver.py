@@ -200,6 +200,20 @@ class Saver:
             self._fail(path, error)
         self._told_of_failure = False
 
+    def finish(self) -> None:
+        """Waits for the save in flight when an exception ends training; asks no other rank."""
+        path, self._in_flight = self._in_flight, ""
+        self._writer.wait()
+        outcome = self._writer.collect()
+        if outcome is None or not path:
+            return
+        if outcome.error is None:
+            self.last_path = path
+        else:
+            warnings.warn(
+                f"The save {path!r} FAILED; earlier checkpoints are untouched.\n{outcome.error}", stacklevel=2
+            )
+
     def poll(self, trainer: Trainer) -> None:
         """Tells of a save in flight that is over; costs nothing otherwise."""
         if self._in_flight and trainer.world_size == 1 and not self._writer.is_busy:

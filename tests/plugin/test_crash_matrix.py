@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Counts the operations of an undisturbed run, once for each kind."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def count(async_save: bool, only_writes: bool = False) -> list[dict[str, Any]]:
         workdir = tmp_path_factory.mktemp("counted")
         faults = Faults(workdir, **({"only": WRITES} if only_writes else {}))

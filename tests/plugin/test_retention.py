@@ -6,18 +6,14 @@ import hashlib
 import os
 import re
 import shutil
-import signal
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chain import kill_in_turn
 from inprocess import NotedToy, Stop, StopAfter, loader, make_trainer, plugin, save_some, val_loader
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from toy import Job, assert_same, run, saved_steps, step_dir
+from toy import Job, run, saved_steps, step_dir
 
 from lightning_resume import AtomicResumeCallback, UnsupportedSetupError, read_checkpoint, scan_checkpoints
 from lightning_resume.plugin.retention import SPARE_BYTES
@@ -30,17 +26,6 @@ def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-class SignalsIn(Callback):
-    """Sends SIGTERM when a batch begins, counted from 1."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.batch:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class RemovesOldest(Callback):
@@ -318,40 +303,3 @@ def test_a_checkpoint_that_goes_while_it_is_pruned_is_a_warning(
 
     assert len(module.rows) == 8
     assert saved_steps(tmp_path / "ck") == [7, 8]
-
-
-def test_a_stop_signal_saves_the_last_full_step(tmp_path: Path) -> None:
-    """CRA-10: SIGTERM in the middle of batch 5 ends the process after it, with its checkpoint; no batch is repeated."""
-    job = Job(plugin={"every_n_train_steps": None, "train_time_interval": timedelta(hours=1)})
-    baseline = run(job, tmp_path / "base")
-
-    stopped = run(replace(job, callbacks=lambda: [SignalsIn(5)]), tmp_path / "work", fails=True)
-
-    assert "SIGTERMException" in stopped.error
-    assert stopped.batches == baseline.batches[:5]
-    assert saved_steps(stopped.folder) == [0, 5]
-    assert_same(baseline, run(job, tmp_path / "work", resume=True), start=5)
-
-
-def test_a_stop_signal_in_a_window_goes_back_to_its_start(tmp_path: Path) -> None:
-    """SIGTERM in an accumulation window: its gradients are not complete, so the save before it is the one to use."""
-    job = Job(trainer={"accumulate_grad_batches": 3})
-    baseline = run(job, tmp_path / "base")
-
-    stopped = run(replace(job, callbacks=lambda: [SignalsIn(5)]), tmp_path / "work", fails=True)
-
-    assert saved_steps(stopped.folder) == [0, 1]
-    assert_same(baseline, run(job, tmp_path / "work", resume=True), start=3)
-
-
-def test_a_stop_signal_saves_nothing_when_told_so(tmp_path: Path) -> None:
-    """With `save_on_signal=False` the newest checkpoint is the one before."""
-    job = Job(
-        plugin={"every_n_train_steps": 3, "save_on_signal": False},
-        callbacks=lambda: [SignalsIn(5)],
-    )
-
-    stopped = run(job, tmp_path / "work", fails=True)
-
-    assert len(stopped.batches) == 5
-    assert saved_steps(stopped.folder) == [0, 3]
