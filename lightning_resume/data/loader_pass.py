@@ -27,6 +27,7 @@ class LoaderPass(Pass):
         reads: the draws of reading in this process (no workers).
         start: the streams when torch's iterator was made.
         base_seed: of its workers, also of those that there would have been.
+        ended: the state in which it was entered, where that was its end.
         do_items_draw: whether reading items moves a stream; None until that is known.
     """
 
@@ -37,6 +38,7 @@ class LoaderPass(Pass):
         self.num_read = self.position
         self.num_drained = 0
         self.is_made = False
+        self.ended: Mapping[str, Any] | None = None
         self.sampler: FastForwardSampler | None = None
         self.trail, self.resumed, self.state = trail, resumed, state
         self.is_iterable, self.has_workers = engine.is_iterable, engine.loader.num_workers > 0

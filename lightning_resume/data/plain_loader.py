@@ -36,7 +36,7 @@ class IterableEngine:
             iterator = reads.draw(lambda: iter(self.loader))
         else:
             progress.has_ended, progress.attributes = state["has_ended"], state["attributes"]["start"]
-            self.evolving.restore(progress.attributes)
+            self.evolving.restore(state["attributes"]["now"] if progress.has_ended else progress.attributes)
             iterator = self._entered(state, reads)
         return CountedIterator(_drawn(reads, iterator), progress)
 
@@ -61,12 +61,16 @@ class IterableEngine:
         if self._pending is not None:
             return self._pending
         progress = self.current
-        state: dict[str, Any] = {"kind": "iterable", "is_iterating": progress is not None}
+        state: dict[str, Any] = {
+            "kind": "iterable",
+            "is_iterating": progress is not None,
+            "attributes": {"now": self.evolving.changed()},
+        }
         if progress is not None:
             state["position"] = progress.position - num_ahead
             state["has_ended"] = progress.has_ended and num_ahead == 0
             state["reads"] = progress.reads.state_dict()
-            state["attributes"] = {"start": progress.attributes, "now": self.evolving.changed()}
+            state["attributes"]["start"] = progress.attributes
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:

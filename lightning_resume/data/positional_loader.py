@@ -176,6 +176,7 @@ class PositionalEngine:
             "world_size": self.positional.world_size,
             "global_order": global_order(self.loader, self.positional.rank, self.positional.world_size),
             "dataset": self._evolving_data.changed(),
+            "idle": self._evolving.changed(),
             "last": self._last,
         }
         if progress is None or progress.place is None or not progress.is_made:
@@ -205,6 +206,8 @@ class PositionalEngine:
         self._evolving_data.restore(state["dataset"])
         if state["is_iterating"]:
             self._pending = dict(state)
+        if not state["is_iterating"] or state["has_ended"]:
+            self._evolving.restore(state.get("idle", {}))
         return []
 
     def _check_world(self, state: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ class DataLoaderEngine:
         self.current: LoaderPass | None = None
         self._pending: dict[str, Any] | None = None
         self._workers_to_carry: dict[str, Any] | None = None
+        self._carried: Mapping[str, Any] = {}
         self._entered: DataLoader[Any] | None = None
 
     def _find_generators(self) -> dict[str, Generator]:
@@ -87,6 +88,8 @@ class DataLoaderEngine:
         """The pass that `state` was taken in, at its position."""
         trail = WorkerTrail(self.loader.num_workers)
         self.current = progress = LoaderPass(self, trail, resumed=True, state=state)
+        if state["has_ended"]:
+            return self._enter_end(state, progress)
         view = self._view()
         if self._sampler is not None:
             self._sampler.load_state_dict(_sampler_state(state))
@@ -94,12 +97,16 @@ class DataLoaderEngine:
             workers = self._workers_of(state)
             trail.resume(workers, progress.position)
             self._start_workers_from(view, workers)
-        if state["has_ended"]:
-            progress.has_ended = True
-            self._workers_to_carry = workers if self.is_persistent else None
-            return progress.count(iter(()))
         self._entered = view if self.is_persistent else None
         return progress.count(self._iter(view), self)
+
+    def _enter_end(self, state: Mapping[str, Any], progress: LoaderPass) -> CountedIterator:
+        """The pass that `state` was taken in, at its end: nothing is read, and the next save says the same of it."""
+        progress.has_ended = progress.is_made = True
+        workers = pack_workers(self._workers_of(state)) if self.loader.num_workers > 0 else None
+        progress.ended = {**state, "workers": workers}
+        self._carry(state, state["num_workers"] == self.loader.num_workers)
+        return progress.count(iter(()))
 
     def _make_entered(self) -> None:
         """Starts the workers of a resumed pass that was left before its first batch: at the save they were at work."""
@@ -204,13 +211,26 @@ class DataLoaderEngine:
             "persistent_workers": self.is_persistent,
             "generators": pack(self.streams.capture_generators()),
         }
-        if progress is None:
-            return state
-        if not progress.is_made:
-            are_running = self.is_persistent and self.loader._iterator is not None
-            workers = pack_workers(progress.trail.at(0)) if are_running else None
-            return {**state, "is_iterating": False, "workers": workers}
+        if progress is None or not progress.is_made:
+            return {**state, **self._between_passes()}
+        if progress.ended is not None:
+            return {**progress.ended, **state}
         return {**state, **progress.state_dict(num_ahead)}
+
+    def _between_passes(self) -> dict[str, Any]:
+        """What the last pass has left to the next one, which has not begun."""
+        workers, progress = self._workers_to_carry, self.current
+        if workers is None and progress is not None and self.is_persistent:
+            if progress.resumed or self.loader._iterator is not None:
+                workers = progress.trail.at(0)
+        sampler = {**(self._carried.get("sampler") or {}), "idle": self._sampler_attributes.changed()}
+        return {
+            **self._carried,
+            "is_iterating": False,
+            "workers": None if workers is None else pack_workers(workers),
+            "attributes": {"now": self.evolving.changed()},
+            "sampler": None if self.is_iterable else sampler,
+        }
 
     def _carry(self, state: Mapping[str, Any], has_same_workers: bool) -> None:
         """Takes over what one pass leaves to the next."""
@@ -220,6 +240,8 @@ class DataLoaderEngine:
             self.evolving.restore(state["attributes"]["now"])
         if state.get("sampler") is not None and not self.is_iterable:
             load_idle(self.loader._index_sampler, state["sampler"])
+        # What a resume with other workers has to know, should the next pass be saved before it has begun.
+        self._carried = {name: state[name] for name in ("do_items_draw", "sampler", "position") if name in state}
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
         """See `ResumableLoader.load_state_dict`."""
