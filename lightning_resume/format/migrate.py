@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_resume.errors import CheckpointNotFoundError, CheckpointWriteError, ResumeError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, look_into
-from lightning_resume.format.durable import FileWriter, commit_directory, find_checkpoint, write_file
+from lightning_resume.format.durable import commit_directory, find_checkpoint, write_file
 from lightning_resume.format.index import INDEX_NAME, MAX_INDEX_BYTES, CheckpointIndex, FileEntry, index_to_bytes
 from lightning_resume.format.migrations import SCHEMA
+from lightning_resume.format.output import OutputFile
 from lightning_resume.format.strict_json import parse_json
 from lightning_resume.format.verify import verify_files
 
@@ -55,7 +57,7 @@ def _fill(files: CheckpointFiles, index: CheckpointIndex, directory: Path) -> Ch
     if not files.is_in_place():  # another writer replaced it: `look_into` begins again with what is there now
         raise CheckpointNotFoundError(files.shown)
     index, data = index_to_bytes(index)
-    write_file(directory / INDEX_NAME, functools.partial(FileWriter.write, data=data))
+    write_file(directory / INDEX_NAME, data)
     return index
 
 
@@ -64,9 +66,7 @@ def _take_over(files: CheckpointFiles, name: str, entry: FileEntry, target: Path
     try:
         os.link(find_checkpoint(files.shown) / name, target, follow_symlinks=False)
     except (OSError, NotImplementedError):
-        copied = write_file(target, functools.partial(_copy, files, name))
-        files.require_size(name, entry, copied.num_bytes)
-        files.require_digest(name, entry, copied.sha256)
+        _copy(files, name, entry, target)
     else:
         fd = os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
@@ -75,9 +75,19 @@ def _take_over(files: CheckpointFiles, name: str, entry: FileEntry, target: Path
             os.close(fd)
 
 
-def _copy(files: CheckpointFiles, name: str, writer: FileWriter) -> None:
-    for block in _blocks(files, name):
-        writer.write(block)  # not inside the reader's own block: a full disk is no fault of the file that is read
+def _copy(files: CheckpointFiles, name: str, entry: FileEntry, target: Path) -> None:
+    digest = hashlib.sha256()
+    output = OutputFile(target)
+    try:
+        for block in _blocks(files, name):
+            digest.update(block)
+            output.write(
+                memoryview(block)
+            )  # not inside the reader's own block: a full disk is no fault of what is read
+        output.finish()
+    finally:
+        output.abandon()
+    files.require_digest(name, entry, digest.hexdigest())
 
 
 def _blocks(files: CheckpointFiles, name: str) -> Iterator[bytes]:

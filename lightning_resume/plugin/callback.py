@@ -268,7 +268,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         if self.settings.trainable_only and self._resume is None:
             self._frozen.begin(pl_module)
         is_same_folder = self._resumed_from is not None and os.path.dirname(self._resumed_from) == self.dirpath
-        self._saver.begin(trainer, (self._resumed_from or "") if is_same_folder else "")
+        self._saver.begin(trainer, (self._resumed_from or "") if is_same_folder else "", self._io.run_id)
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
         self._listen(trainer)

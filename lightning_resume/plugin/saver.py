@@ -50,25 +50,25 @@ class Saver:
         self._saved_step = 0  # of the last one that succeeded, or is in flight
         self._seen_step = 0  # at the last cut
         self._in_flight = ""
-        self._told_of_failure = False
         self._has_memory = False
         self._has_saved = False  # with what the first optimizer step adds to the state
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer, last_path: str) -> None:
+    def begin(self, trainer: Trainer, last_path: str, run_id: str | None) -> None:
         """Training begins, or goes on.
 
         Args:
             trainer: at the step from which it goes on.
             last_path: a good checkpoint of this run in the same folder; "" if there is none. What a process that was
                 killed between a save and its pruning has left over is pruned.
+            run_id: of this run.
         """
         self._due_from = trainer.global_step, time.monotonic()
         self._saved_step = self._seen_step = trainer.global_step
         self.last_path = last_path
         if last_path and trainer.is_global_zero:
-            self._prune(os.path.dirname(last_path), trainer.global_step)
+            self._retention(os.path.dirname(last_path)).prune(run_id, last_path)
 
     def steps_since_save(self, trainer: Trainer) -> int:
         """Optimizer steps since the last save that succeeded or is in flight."""
@@ -196,9 +196,7 @@ class Saver:
         self._saved_step = -1  # the end of training tries again
         if not isinstance(error, ResumeError | OSError):
             raise BackgroundSaveError(path, f"{type(error).__name__}: {error}") from error
-        if not self._told_of_failure:
-            self._fail(path, error)
-        self._told_of_failure = False
+        self._fail(path, error)
 
     def finish(self) -> None:
         """Waits for the save in flight when an exception ends training; asks no other rank."""
@@ -245,9 +243,8 @@ class Saver:
         return None
 
     def _job(self, prepared: PreparedCheckpoint, check: Callable[[], None], run_id: str | None) -> Callable[[], None]:
-        settings, newest = self._settings, self.last_path or None
-        folder = os.path.dirname(prepared.path)
-        retention = Retention(folder, settings.keep_last_k, settings.archive_every_n_train_steps)
+        newest = self.last_path or None
+        retention = self._retention(os.path.dirname(prepared.path))
 
         def job() -> None:
             check()
@@ -256,6 +253,9 @@ class Saver:
             retention.prune(run_id, prepared.path)  # only now: nothing is deleted before its successor is durable
 
         return job
+
+    def _retention(self, folder: str) -> Retention:
+        return Retention(folder, self._settings.keep_last_k, self._settings.archive_every_n_train_steps)
 
     def _is_copied(self, prepared: PreparedCheckpoint) -> bool:
         try:

@@ -108,7 +108,7 @@ def check_resume(baseline: Run, workdir: Path, *, async_save: bool) -> int:
 def test_a_run_that_dies_at_any_file_operation_goes_on_exactly(
     how: str, async_save: bool, part: int, baseline: Run, counted: Any, tmp_path: Path
 ) -> None:
-    """Killed ahead of each operation, in the middle of each write, or by a power cut that loses all that may be lost."""
+    """Killed ahead of each operation, amid each write, or by a power cut that loses all that may be lost."""
     only = {"only": WRITES} if how == "torn" else {}
     operations = counted(async_save, how == "torn")
     num_cases, steps = 0, set()
