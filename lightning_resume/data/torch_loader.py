@@ -220,9 +220,9 @@ class DataLoaderEngine:
     def _between_passes(self) -> dict[str, Any]:
         """What the last pass has left to the next one, which has not begun."""
         workers, progress = self._workers_to_carry, self.current
-        if workers is None and progress is not None and self.is_persistent:
-            if progress.resumed or self.loader._iterator is not None:
-                workers = progress.trail.at(0)
+        has_iterated = progress is not None and (progress.resumed or self.loader._iterator is not None)
+        if workers is None and progress is not None and self.is_persistent and has_iterated:
+            workers = progress.trail.at(0)
         sampler = {**(self._carried.get("sampler") or {}), "idle": self._sampler_attributes.changed()}
         return {
             **self._carried,

@@ -81,9 +81,7 @@ def _copy(files: CheckpointFiles, name: str, entry: FileEntry, target: Path) -> 
     try:
         for block in _blocks(files, name):
             digest.update(block)
-            output.write(
-                memoryview(block)
-            )  # not inside the reader's own block: a full disk is no fault of what is read
+            output.write(memoryview(block))  # outside of the reader: its errors are others
         output.finish()
     finally:
         output.abandon()
