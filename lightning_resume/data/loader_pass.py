@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning_resume.data.evolving import Snapshot
 from lightning_resume.data.position import MAX_AHEAD, Pass, WorkerTrail, pack_workers
 from lightning_resume.data.sampler import FastForwardSampler
 from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
@@ -105,7 +106,8 @@ class LoaderPass(Pass):
             self._attributes_before.append(self.evolving.changed())
             batch = self.reads.draw(lambda: type(iterator)._next_data(iterator))
             if self.num_read == 1:  # the first read may have been the sampler's first draw
-                self.do_items_draw = self.reads.has_moved
+                before = Snapshot(self._attributes_before[-1])
+                self.do_items_draw = self.reads.has_moved or Snapshot(self.evolving.changed()) != before
             self._note_own_state()
         else:
             self.reads.num_draws += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lightning_resume.data.evolving import EvolvingAttributes
+from lightning_resume.data.evolving import EvolvingAttributes, data_owners
 from lightning_resume.data.held import find_generators
 from lightning_resume.data.position import CountedIterator, Pass, held_pass
 from lightning_resume.data.streams import DrawLog, Streams
@@ -20,7 +20,7 @@ class IterableEngine:
         self.held = False
         self.expects_ahead = False
         self.streams = Streams(find_generators({"loader": loader}))
-        self.evolving = EvolvingAttributes({"loader": loader}, max_elements=1000)
+        self.evolving = EvolvingAttributes(data_owners("loader", loader))
         self.current: _IterablePass | None = None
         self._pending: dict[str, Any] | None = None
 

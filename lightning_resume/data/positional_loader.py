@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_resume.data.evolving import EvolvingAttributes
+from lightning_resume.data.evolving import EvolvingAttributes, data_owners
 from lightning_resume.data.global_order import global_order, innermost, order_of, order_seed_of
 from lightning_resume.data.held import find_generators
 from lightning_resume.data.position import Pass, held_pass
@@ -100,7 +100,7 @@ class PositionalEngine:
         salts = {name: state_digest(generator) for name, generator in generators.items()}
         samplers = {"sampler": self._order, "sampler.sampler": innermost(self._order)}
         self._evolving = EvolvingAttributes(samplers, max_elements=1_000_000)
-        self._evolving_data = EvolvingAttributes({"dataset": loader.dataset}, max_elements=1000)
+        self._evolving_data = EvolvingAttributes(data_owners("dataset", loader.dataset))
         self._sampler = PositionalSampler(self._order, Streams(generators), salts, positional, loader._auto_collation)
         self._dataset = PositionalDataset(loader.dataset, loader.collate_fn, self.seed)
 

@@ -36,6 +36,7 @@ class FastForwardSampler(Sampler[Any]):
         generators: name -> generator (torch, numpy or `random.Random`) that the sampler draws from; by default those
             that its attributes lead to, except through its data set.
         attributes: the sampler's attributes as they were when the process had just built it; by default as they are.
+        others: attributes of the data, of which some may be the sampler's, too; running it again leaves them alone.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class FastForwardSampler(Sampler[Any]):
         sampler: Iterable[Any],
         generators: Mapping[str, Generator] | None = None,
         attributes: EvolvingAttributes | None = None,
+        others: EvolvingAttributes | None = None,
     ) -> None:
         self.sampler = sampler
         self._streams = Streams(generators if generators is not None else find_sampler_generators(sampler))
         self._log = self._new_log()
         self._evolving = attributes if attributes is not None else watch_sampler(sampler)
         self._attributes = self._evolving.changed()
+        self._others = others
         self._closed: DrawLog | None = None
         self._position = 0
         self._pending: dict[str, Any] | None = None
@@ -96,11 +99,22 @@ class FastForwardSampler(Sampler[Any]):
         self._log = log = self._new_log()
         log.load_state_dict(state["log"])
         self._position, self._attributes = state["position"], state["attributes"]
-        self._evolving.restore(self._attributes)
-        iterator = self._started(log, self._position)
+        iterator = self._started_from(state, log)
         # Only now: DataLoader has drawn its base seed, perhaps from the same generator.
         self._streams.restore(unpack(state["generators"]))
         yield from self._live(log, iterator)
+
+    def _started_from(self, state: Mapping[str, Any], log: DrawLog) -> Iterator[Any]:
+        """The wrapped sampler's iterator, run from the attributes that it began with; then they are as at the save."""
+        others = self._others.changed() if self._others is not None else {}
+        self._evolving.restore(self._attributes)
+        iterator = self._started(log, self._position)
+        if draws_once(self.sampler) or state.get("num_drawn") == self._position:
+            self._evolving.restore(state["idle"])
+        # Else it had run ahead, and what it changed in itself on the way will be changed again.
+        if self._others is not None:
+            self._others.restore(others)
+        return iterator
 
     def _started(self, log: DrawLog, position: int) -> Iterator[Any]:
         """The wrapped sampler's iterator, `position` values in."""
@@ -127,6 +141,7 @@ class FastForwardSampler(Sampler[Any]):
             raise ValueError(f"position must be between 0 and the {self._position} values drawn, got {position}")
         return {
             "position": self._position if position is None else position,
+            "num_drawn": self._position,
             "log": self._log.state_dict(),
             "generators": pack(self._streams.capture_generators()),
             "attributes": self._attributes,

@@ -17,6 +17,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with Lightning
 
 from lightning_resume.data import numpy_stream
+from lightning_resume.data.evolving import Snapshot
 from lightning_resume.data.held import Generator, freeze, get_state, set_state, thaw
 from lightning_resume.errors import StateMismatchError
 
@@ -206,6 +207,8 @@ def unpack(plain: Mapping[str, Any]) -> States:
 
 
 def _pack(value: Any) -> Any:
+    if isinstance(value, Snapshot):
+        return {"attributes": value.changes}
     if isinstance(value, bytes):
         return {"bytes": torch.frombuffer(bytearray(value), dtype=torch.uint8)}
     if isinstance(value, tuple):
@@ -217,6 +220,8 @@ def _pack(value: Any) -> Any:
 
 def _unpack(value: Any) -> Any:
     if isinstance(value, Mapping):
+        if "attributes" in value:
+            return Snapshot(value["attributes"])
         if "bytes" in value:
             return value["bytes"].numpy().tobytes()
         return tuple(value["words"].tolist())

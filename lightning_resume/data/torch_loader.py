@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_resume.data.changed_workers import check_workers
-from lightning_resume.data.evolving import EvolvingAttributes
+from lightning_resume.data.evolving import EvolvingAttributes, data_owners
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
 from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
@@ -36,7 +36,9 @@ class DataLoaderEngine:
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         self.is_persistent = loader.num_workers > 0 and loader.persistent_workers
         self.streams = Streams(self._find_generators())
-        self.evolving = EvolvingAttributes({"dataset": loader.dataset})
+        self.evolving = EvolvingAttributes(
+            data_owners("dataset", loader.dataset) | data_owners("collate_fn", loader.collate_fn)
+        )
         self._watched: Any = loader._index_sampler
         self._sampler_attributes = watch_sampler(self._watched)
         self._sampler: FastForwardSampler | None = None
@@ -131,11 +133,13 @@ class DataLoaderEngine:
         if loader.num_workers > 0:
             if self.is_iterable:
                 if self._dataset is loader.dataset:
-                    self._dataset = ReplayingIterable(loader.dataset, loader.collate_fn, loader.batch_size)
+                    self._dataset = ReplayingIterable(
+                        loader.dataset, loader.collate_fn, loader.batch_size, self.evolving
+                    )
                 view.__dict__["dataset"] = self._dataset
             if self._collate is None or self._collate.collate_fn is not loader.collate_fn:
                 source = self._dataset if self.is_iterable and self.is_persistent else None
-                self._collate = StampingCollate(loader.collate_fn, source)
+                self._collate = StampingCollate(loader.collate_fn, self.evolving, source)
             view.collate_fn = self._collate
             view.worker_init_fn = WorkerBegin(loader.worker_init_fn, self._collate)
         view.__dict__["_get_iterator"] = GetIterator(view, self)
@@ -149,7 +153,7 @@ class DataLoaderEngine:
         if self._watched is not sampler:
             self._watched, self._sampler_attributes = sampler, watch_sampler(sampler)
         if self._sampler is None or not self.is_persistent or self._sampler.sampler is not sampler:
-            self._sampler = FastForwardSampler(sampler, attributes=self._sampler_attributes)
+            self._sampler = FastForwardSampler(sampler, None, self._sampler_attributes, self.evolving)
         if self.current is not None:
             self.current.sampler = self._sampler
         return self._sampler

@@ -20,9 +20,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_resume.data.evolving import EvolvingAttributes, Snapshot
 from lightning_resume.data.held import find_generators
 from lightning_resume.data.streams import States, Streams
 from lightning_resume.errors import StateMismatchError
+
+ATTRIBUTES = "attributes"
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Stamped:
     Attributes:
         batch: what the user's collate function returned.
         worker: number of the worker that made it.
-        states: the worker's streams after the batch; None where they did not move since its last batch.
+        states: the worker's streams and attributes after the batch; None where they did not move since its last one.
         start: the streams before the epoch's first batch; set on that batch of an iterable data set only.
         dataset: what a stateful iterable data set said about itself after the batch.
     """
@@ -49,18 +52,50 @@ class Stamped:
         return replace(self, batch=batch)
 
 
-def worker_streams(dataset: object, collate_fn: object) -> Streams:
-    """A worker process's streams: the global ones, and the generators that data set and collate function hold."""
-    return Streams(find_generators({"dataset": dataset, "collate_fn": collate_fn}))
+class WorkerStreams(Streams):
+    """A worker process's streams: the global ones, and the generators that data set and collate function hold.
+
+    What its own copies of them have changed in their attributes since training began is one more.
+
+    Args:
+        dataset: the worker's.
+        collate_fn: the worker's.
+        evolving: the attributes of both, as they were when training began.
+    """
+
+    def __init__(self, dataset: object, collate_fn: object, evolving: EvolvingAttributes) -> None:
+        super().__init__(find_generators({"dataset": dataset, "collate_fn": collate_fn}))
+        self.evolving = evolving
+
+    def capture(self) -> States:
+        """Reads all streams and attributes; draws nothing."""
+        return {**super().capture(), ATTRIBUTES: Snapshot(self.evolving.changed())}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Sets the streams and attributes named in `states`; the others stay as they are."""
+        self.restore_attributes(states)
+        super().restore(without_attributes(states))
+
+    def restore_attributes(self, states: Mapping[str, Any]) -> None:
+        """Sets the attributes alone."""
+        if ATTRIBUTES in states:
+            self.evolving.restore(states[ATTRIBUTES].changes)
+
+
+def without_attributes(states: Mapping[str, Any]) -> States:
+    """The streams alone."""
+    return {name: state for name, state in states.items() if name != ATTRIBUTES}
 
 
 class StampingCollate:
     """The user's collate function, and a stamp on every batch that a worker makes with it."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], source: ReplayingIterable | None = None) -> None:
-        self.collate_fn, self.source = collate_fn, source
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], evolving: EvolvingAttributes, source: ReplayingIterable | None = None
+    ) -> None:
+        self.collate_fn, self.evolving, self.source = collate_fn, evolving, source
         self._last: States | None = None
-        self._streams: Streams | None = None
+        self._streams: WorkerStreams | None = None
 
     def __call__(self, items: Any) -> Any:
         """The batch, stamped in a worker and plain elsewhere."""
@@ -69,7 +104,7 @@ class StampingCollate:
         if info is None:
             return batch
         if self._streams is None:
-            self._streams = worker_streams(info.dataset, self.collate_fn)
+            self._streams = self.streams(info.dataset)
         states, start = self._streams.capture(), None
         if self.source is not None:
             start, self.source.start = self.source.start, None
@@ -79,8 +114,12 @@ class StampingCollate:
 
     def begin(self, dataset: object) -> None:
         """Runs in a worker before its first batch: from here on a stream that moves was moved by an item."""
-        self._streams = worker_streams(dataset, self.collate_fn)
+        self._streams = self.streams(dataset)
         self._last = self._streams.capture()
+
+    def streams(self, dataset: object) -> WorkerStreams:
+        """Those of the worker with this data set."""
+        return WorkerStreams(dataset, self.collate_fn, self.evolving)
 
 
 def own_state(dataset: Any) -> Any:
@@ -148,14 +187,17 @@ class WorkerStart:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
         states = self.states
+        streams = self.collate.streams(dataset)
         if wrapper is not None:
             wrapper.expected = self.states.get(worker)
             if worker in self.datasets:
+                streams.restore_attributes(self.states.get(worker, {}))
                 dataset.load_state_dict(self.datasets[worker])
+                states = {name: without_attributes(state) for name, state in self.states.items()}
             elif self.counts.get(worker):
                 wrapper.num_batches, states = self.counts[worker], self.starts
         if worker in states:
-            worker_streams(dataset, self.collate.collate_fn).restore(states[worker])
+            streams.restore(states[worker])
         self.collate.begin(dataset)
 
 
@@ -180,8 +222,11 @@ class ReplayingIterable(IterableDataset[Any]):
         start: the streams as they stood before the current iteration's first read, until a stamp has taken them.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batch_size: int | None) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], batch_size: int | None, evolving: EvolvingAttributes
+    ) -> None:
         self.dataset, self.collate_fn, self.batch_size = dataset, collate_fn, batch_size
+        self.evolving = evolving
         self.num_batches = 0
         self.expected: States | None = None
         self.start: States | None = None
@@ -192,17 +237,18 @@ class ReplayingIterable(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
-        streams = worker_streams(self.dataset, self.collate_fn)
+        streams = WorkerStreams(self.dataset, self.collate_fn, self.evolving)
         self.start = streams.capture()
         iterator: Iterator[Any] = iter(self.dataset)
         num_batches, self.num_batches = self.num_batches, 0
-        expected, self.expected = self.expected, None
+        saved, self.expected = self.expected, None
+        expected = None if saved is None else without_attributes(saved)
         for _ in range(num_batches):
             # The collate function is run too: it may draw.
             self.collate_fn(next(iterator) if self.batch_size is None else list(islice(iterator, self.batch_size)))
         if expected is not None and not num_batches:
             streams.restore(expected)  # `iter` may have drawn
-        elif expected is not None and streams.capture() != expected:
+        elif saved is not None and without_attributes(streams.capture()) != expected:
             raise StateMismatchError(
                 f"the random streams of a worker after reading {num_batches} batches again",
                 "the state at the save",

@@ -36,12 +36,16 @@ LIMITS = (None, 4, None)
 Row = tuple[int, int, Any, tuple[float, ...]]
 
 
+class Reads(list[int]):
+    """Indices that were read, in this process alone: in a plain list they would be part of the run."""
+
+
 class Items(Dataset[list[Tensor]]):
     """Item i: i, jitter from all three global streams, and the number and seed of the worker that read it."""
 
     def __init__(self, num_items: int = NUM_ITEMS) -> None:
         self.num_items = num_items
-        self.reads: list[int] = []
+        self.reads = Reads()
 
     def __len__(self) -> int:
         return self.num_items

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import averaging_and_metrics, grid, loaders, loop, optimizers, ranks, samplers
+from . import averaging_and_metrics, evolving, grid, loaders, loop, optimizers, ranks, samplers
 from .parts import Scenario
 
-TOPICS = (grid, loaders, samplers, loop, optimizers, averaging_and_metrics, ranks)
+TOPICS = (grid, loaders, samplers, evolving, loop, optimizers, averaging_and_metrics, ranks)
 
 SCENARIOS: dict[str, Scenario] = {name: entry for topic in TOPICS for name, entry in topic.SCENARIOS.items()}
 
