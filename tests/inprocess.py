@@ -38,11 +38,16 @@ class NotedToy(Toy):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self.rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry for each batch that this object was trained on."""
+        return self._rows
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.rows.append(self.row)
+        self._rows.append(self.row)
         return loss
 
 

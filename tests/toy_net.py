@@ -42,14 +42,19 @@ class Toy(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
         self.make_optimizer, self.make_scheduler, self.metric = optimizer, scheduler, metric
-        self.row: dict[str, Any] = {}
+        self._row: dict[str, Any] = {}
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What the last step was trained on. In a public attribute a resume would say that it is not restored."""
+        return self._row
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.net(batch).pow(2).mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.row = {
+        self._row = {
             "epoch": self.current_epoch,
             "batch": batch_idx,
             "step": self.global_step,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -117,6 +117,16 @@ class EvolvingAttributes:
                     attributes[key] = _copy(value)
 
 
+def look(attributes: Mapping[str, Any], is_wanted: Callable[[str], bool]) -> dict[str, str]:
+    """Digests of the attributes that can be looked at, which tell their values apart in any process."""
+    digests = {name: _digest(value, [MAX_ELEMENTS]) for name, value in list(attributes.items()) if is_wanted(name)}
+    return {
+        name: blake2b(repr(digest).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        for name, digest in digests.items()
+        if digest is not None
+    }
+
+
 class Snapshot:
     """What `EvolvingAttributes.changed` returned, as a value that `==` compares."""
 
@@ -170,7 +180,7 @@ def _fill(target: Any, value: Any) -> bool:
 
 def _digest(value: Any, budget: list[int | None]) -> object | None:
     """Something that tells one value from another; None for what is not looked at, or is larger than the budget."""
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN or isinstance(value, np.number | np.bool_):
         return type(value).__name__, repr(value)
     if type(value) is torch.Tensor and _is_readable(value) and _takes(budget, value.numel()):
         data = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
@@ -180,6 +190,8 @@ def _digest(value: Any, budget: list[int | None]) -> object | None:
     if type(value) not in _CONTAINERS or not _takes(budget, len(value)):
         return None
     parts = [part for item in value.items() for part in item] if type(value) is dict else list(value)
+    if type(value) is set:  # in another order in each process
+        parts.sort(key=repr)
     if set(map(type, parts)) <= set(_PLAIN):
         return type(value).__name__, blake2b(repr(parts).encode("utf-8", "surrogatepass")).digest()
     digests = [_digest(part, budget) for part in parts]

@@ -22,6 +22,7 @@ from lightning_resume.format.checkpoint import read_index
 from lightning_resume.plugin import arguments, checks, frozen, loops, module_state, positional
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
+from lightning_resume.plugin.circumstances import capture_circumstances, compare_circumstances, look_at_beginning
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import has_other_accumulation, look_at_data, trainer_identity
 from lightning_resume.plugin.last import find_last, timeline_after, warn_of_bad
@@ -142,6 +143,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._trainer: weakref.ref[Trainer] | None = None
         self._optimizers: dict[str, Any] = {}
         self._configured: dict[str, Any] = {}
+        self._beginning: dict[str, Any] = {}
         self._told: set[str] = set()
 
     @property
@@ -250,7 +252,7 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module has its precision now, and there are optimizers; their state is not restored yet."""
-        self._optimizers = describe_optimizers(trainer)
+        self._optimizers, self._beginning = describe_optimizers(trainer), look_at_beginning(trainer)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             clean_incomplete(self._folder(trainer))
             warn_of_bad(self._folder(trainer))
@@ -345,7 +347,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         else:
             loops.stop_restarting(trainer)
         differences += enter_first_batch(trainer, state, between_epochs=state["between_epochs"], allow=self.allow)
-        verdict = positional.verdict(differences, state["world_size"], trainer.world_size)
+        others, notes = compare_circumstances(trainer, state.get("circumstances"), self._beginning)
+        verdict = positional.verdict(differences + others, state["world_size"], trainer.world_size, notes)
         rank_zero_info(
             f"Resumed from {self._resumed_from!r}: epoch {trainer.current_epoch}, "
             f"batch {loops.batch_in_epoch(trainer)}, global_step {trainer.global_step}: {verdict}"
@@ -414,6 +417,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             item_rng={"kind": self.settings.item_rng, "seed": self._item_seed},
             configured=self._configured,
         )
+        state["circumstances"] = capture_circumstances(trainer, self._beginning)
         checkpoint[RANK_STATES] = gather(trainer, state)
         checkpoint["world_size"] = trainer.world_size
 

@@ -75,15 +75,17 @@ def for_rank(checkpoint: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {**state, "rng": streams.state_dict()}
 
 
-def verdict(differences: Sequence[str], saved_world_size: int, world_size: int) -> str:
+def verdict(differences: Sequence[str], saved_world_size: int, world_size: int, notes: Sequence[str] = ()) -> str:
     """What is exact about a resume, and what is not.
 
     Args:
         differences: that were allowed.
         saved_world_size: number of processes that saved the checkpoint.
         world_size: number of processes now.
+        notes: what else there is to be told.
     """
     if saved_world_size == world_size:
-        return "NOT exact: " + "; ".join(differences) if differences else "exact"
+        return "; ".join(["NOT exact: " + "; ".join(differences) if differences else "exact", *notes])
     rest = f"other world size ({saved_world_size} → {world_size}): per-rank streams (dropout) and running means differ"
-    return "NOT exact: " + "; ".join([*differences, rest]) if differences else f"exact order and items; {rest}"
+    text = "NOT exact: " + "; ".join([*differences, rest]) if differences else f"exact order and items; {rest}"
+    return "; ".join([text, *notes])

@@ -1,0 +1,119 @@
+"""What a run depends on and a resume cannot put back: Trainer settings, versions, threads, and numbers in the code.
+
+A difference is no reason to refuse a resume, but it is told.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_resume.plugin.attributes import changed_attributes, forgotten_attributes, look_at_attributes
+
+MAX_TOLD = 8
+
+
+def look_at_beginning(trainer: Trainer) -> dict[str, Any]:
+    """How a fit begins: after the optimizers are made, before their state is restored."""
+    return {
+        "settings": _settings(trainer),
+        "optimizers": [[_numbers(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        "attributes": look_at_attributes(trainer),
+    }
+
+
+def capture_circumstances(trainer: Trainer, beginning: Mapping[str, Any]) -> dict[str, Any]:
+    """For a checkpoint: how the fit began, and the plain attributes that have changed since."""
+    return {
+        **beginning,
+        "attributes": changed_attributes(trainer, beginning["attributes"]),
+        "num_training_batches": trainer.num_training_batches,
+    }
+
+
+def compare_circumstances(
+    trainer: Trainer, saved: Mapping[str, Any] | None, beginning: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Compares a fit with that of the save, when all has been restored; warns of attributes that have not been.
+
+    Args:
+        trainer: before its first resumed batch.
+        saved: what `capture_circumstances` returned; None in a checkpoint that has none.
+        beginning: what `look_at_beginning` returned in this process.
+
+    Returns:
+        What makes this run another one, and what else there is to be told, one text each.
+    """
+    if saved is None:
+        return [], []
+    before, now = dict(saved["settings"]), dict(beginning["settings"])
+    if saved["num_training_batches"] == trainer.num_training_batches:  # the limit changes nothing
+        now["limit_train_batches"] = before["limit_train_batches"]
+    changed = [name for name in before if name in now and before[name] != now[name]]
+    differences = [f"{name}: {before[name]!r} → {now[name]!r}" for name in changed]
+    notes = [f"{text}; the saved one goes on" for text in _other_numbers(saved["optimizers"], beginning["optimizers"])]
+    forgotten = forgotten_attributes(trainer, saved["attributes"])
+    if forgotten:
+        notes.append(f"not restored, as no state_dict has them: {_listed(forgotten)}")
+        rank_zero_warn(
+            "These attributes had changed when the checkpoint was saved, and start anew (saved → now): "
+            f"{_listed([f'{name}: {sides}' for name, sides in forgotten.items()])}. Where training depends on one, put "
+            "it into state_dict() or on_save_checkpoint() of its owner, or make it a buffer."
+        )
+    return differences, notes
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    clip = trainer.gradient_clip_val or None
+    algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
+    return {
+        "gradient_clip_val": clip,
+        "gradient_clip_algorithm": algorithm if clip is not None else None,
+        "limit_train_batches": trainer.limit_train_batches,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "number of threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "lightning": str(lightning.__version__),
+        "numpy": str(np.__version__),
+        "machine": platform.machine(),
+    }
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's options in one group: numbers, flags and tuples of them."""
+    values = {name: value.item() if _is_number(value) else value for name, value in group.items() if name != "params"}
+    return {name: value for name, value in values.items() if _is_plain(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _is_plain(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, bool | int | float) for part in parts)
+
+
+def _other_numbers(saved: list[Any], current: list[Any]) -> list[str]:
+    """Options that the code gives another value than it did; groups that came or went are not compared."""
+    texts = []
+    for index, (before, now) in enumerate(zip(saved, current, strict=False)):
+        for number, (old, new) in enumerate(zip(before, now, strict=False)):
+            place = f"optimizer {index}" + (f", group {number}" if len(before) > 1 else "")
+            names = [name for name in old if name in new and old[name] != new[name] and name != "initial_lr"]
+            texts += [f"{name} of {place} in the code: {old[name]!r} → {new[name]!r}" for name in names]
+    return texts
+
+
+def _listed(texts: Any) -> str:
+    texts = list(texts)
+    more = [f"… ({len(texts)} in all)"] if len(texts) > MAX_TOLD else []
+    return ", ".join([*texts[:MAX_TOLD], *more])
