@@ -9,6 +9,7 @@ which are found on their own.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
@@ -192,7 +193,10 @@ def _digest(value: Any, budget: list[int | None]) -> object | None:
     parts = [part for item in value.items() for part in item] if type(value) is dict else list(value)
     if type(value) is set:  # in another order in each process
         parts.sort(key=repr)
-    if set(map(type, parts)) <= set(_PLAIN):
+    types = set(map(type, parts))
+    if types == {float}:  # twenty times faster than their text
+        return type(value).__name__, "float", blake2b(array("d", parts)).digest()
+    if types <= set(_PLAIN):
         return type(value).__name__, blake2b(repr(parts).encode("utf-8", "surrogatepass")).digest()
     digests = [_digest(part, budget) for part in parts]
     return None if None in digests else (type(value).__name__, *digests)
