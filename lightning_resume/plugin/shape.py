@@ -54,11 +54,12 @@ _FIT_LOOP = {
     "epoch_loop.val_loop.batch_progress": _BATCHES,
 }
 _HISTORY = {"steps": Tensor, "losses": Tensor, "last_step": int}
+WEIGHTS = {"state_dict": Each(ANY, dict), "frozen_parameters?": Each(str, dict)}
 LIGHTNING = {
     "pytorch-lightning_version": str,
     "epoch": COUNT,
     "global_step": COUNT,
-    "state_dict": Each(ANY, dict),
+    **WEIGHTS,
     "current_model_state?": Each(ANY, dict),
     "loops": {"fit_loop": _FIT_LOOP},
     "callbacks": {"AtomicResumeCallback?": {"history": _HISTORY}},
@@ -128,6 +129,20 @@ RANK = {
         "objects": Each(_METRIC, dict),
     },
 }
+
+
+def check_weights(path: str, checkpoint: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint from which not even weights can be loaded.
+
+    Args:
+        path: of the checkpoint, for messages.
+        checkpoint: as it was read.
+
+    Raises:
+        MissingStateError: there are no weights.
+        CorruptCheckpointError: they are of another type.
+    """
+    _refuse(path, 0, _first_fault(checkpoint, WEIGHTS, ""))
 
 
 def check_shape(path: str, checkpoint: Mapping[str, Any], rank: int) -> None:
