@@ -262,7 +262,8 @@ def _is_foreign_index(path: Path) -> bool:
         document = parse_json(file.read_bytes())
     except (OSError, ValueError):
         return False
-    return not (isinstance(document, dict) and str(document.get("schema", "")).startswith("lightning-resume"))
+    schema = document.get("schema") if isinstance(document, dict) else None
+    return not (isinstance(schema, str) and schema.startswith("lightning-resume"))
 
 
 def _one_line(error: CheckpointError) -> str:

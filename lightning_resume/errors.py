@@ -61,15 +61,24 @@ def _rebuild(cls: type[ResumeError], message: str, facts: dict[str, Any], number
     return error
 
 
+MAX_PART_CHARS = 2000  # of a message: a file of a stranger may hold texts of any length
+
+
 def _text(headline: str, sides: Mapping[str, object] | None = None, remedy: str | None = None) -> str:
-    lines = [headline]
+    lines = [_short(headline)]
     sides = sides or {}
     width = max(map(len, sides), default=0) + 1
     for label, value in sides.items():
-        lines.append(f"  {label + ':':<{width}} {value if isinstance(value, str) else repr(value)}")
+        lines.append(f"  {label + ':':<{width}} {_short(value if isinstance(value, str) else repr(value))}")
     if remedy:
-        lines.append(remedy)
+        lines.append(_short(remedy))
     return "\n".join(lines)
+
+
+def _short(text: str, limit: int = MAX_PART_CHARS) -> str:
+    """The text, cut where it is too long for a message, without what cannot be printed (lone surrogates)."""
+    text = text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _listed(names: Collection[object], limit: int = 10) -> str:
@@ -175,12 +184,13 @@ class CorruptCheckpointError(CheckpointError):
 
     Attributes:
         file: name of the file inside the checkpoint.
-        expected: what should be there.
-        found: what is there.
+        expected: what should be there, cut where it is too long for a message.
+        found: what is there, likewise.
     """
 
     def __init__(self, path: str | os.PathLike[str], file: str, expected: str, found: str) -> None:
         """Formats the message."""
+        expected, found = _short(expected), _short(found)
         headline = f"cannot read the checkpoint {os.fspath(path)!r}: {file} is not what was saved"
         remedy = "Resume from an earlier checkpoint, or copy this one again from a good source."
         super().__init__(path, _text(headline, {"expected": expected, "found": found}, remedy))
@@ -199,7 +209,7 @@ class UnsafePathError(CheckpointError):
 
     def __init__(self, path: str | os.PathLike[str], file: str, reason: str = "a plain file name was expected") -> None:
         """Formats the message."""
-        headline = f"cannot read the checkpoint {os.fspath(path)!r}: unsafe file {file!r}, {reason}"
+        headline = f"cannot read the checkpoint {os.fspath(path)!r}: unsafe file {_short(repr(file), 1000)}, {reason}"
         super().__init__(path, _text(headline, None, "It was not opened. Do not use a checkpoint of unknown origin."))
         self.file = file
         self.reason = reason
@@ -344,7 +354,9 @@ class UnsupportedStateError(ResumeError, TypeError):
     def __init__(self, key_path: str, reason: str, remedy: str | None = None) -> None:
         """Formats the message."""
         remedy = remedy or "Turn it into plain values and tensors, or teach its class with register_type()."
-        super().__init__(_text(f"cannot save or load {key_path or 'the state'!r} exactly: {reason}", None, remedy))
+        super().__init__(
+            _text(f"cannot save or load {_short(key_path or 'the state', 300)!r} exactly: {reason}", None, remedy)
+        )
         self.key_path = key_path
         self.reason = reason
 

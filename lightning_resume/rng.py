@@ -7,7 +7,7 @@ it turn the state of one stream into plain containers and tensors (what a checkp
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,23 @@ class RNGState:
         except Exception as error:
             before._set()
             raise StateMismatchError("random streams", "a state that fits its stream", f"{error}") from error
+
+    def require_fitting(self) -> None:
+        """Tries the states of python, numpy and torch on streams of their own; those of the process are not touched.
+
+        Raises:
+            StateMismatchError: one does not fit its stream; the error names it.
+        """
+        trials: dict[str, Callable[[], object]] = {
+            "python": lambda: random.Random().setstate(self.python),
+            "numpy": lambda: np.random.RandomState(0).set_state(self.numpy),
+            "torch": lambda: torch.Generator().set_state(self.torch),
+        }
+        for name, trial in trials.items():
+            try:
+                trial()
+            except Exception as error:
+                raise StateMismatchError(f"random stream {name!r}", f"{error}", "a state that fits it") from error
 
     def _set(self) -> None:
         random.setstate(self.python)

@@ -23,6 +23,8 @@ from lightning_resume.format.tree import Decoder, DecodeWalk, Encoder, EncodeWal
 INLINE_BYTES = 1024  # longer byte strings go to the data file
 PACKED_ITEMS = 512  # lists of so many ints or floats go to the data file: loss histories, orders of items
 
+MAX_FRACTION_BITS = 2**17  # reducing a fraction takes time with the square of it
+
 _FACTORIES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)},
     **{kind.__name__: kind for kind in (Counter, OrderedDict, deque)},
@@ -66,7 +68,7 @@ def _decoder_of_bytes(kind: Callable[[Any], Any]) -> Decoder:
     def decode(node: dict[str, Any], walk: DecodeWalk) -> Any:
         if "v" in node:
             return kind(bytes.fromhex(node["v"]))
-        return kind(walk.data(node)[1].numpy().tobytes())
+        return _shared(node, walk, lambda raw: kind(raw.numpy().tobytes()))
 
     return decode
 
@@ -93,15 +95,26 @@ def _packed_bytes(owner: tuple[array[Any], Any]) -> memoryview:
 
 def _decoder_of_items(kind: Callable[[Any], Any]) -> Decoder:
     def decode(node: dict[str, Any], walk: DecodeWalk) -> Any:
+        if "v" not in node:
+            return _shared(node, walk, lambda raw: kind(raw.tolist()))
         return kind(_items(node, walk))
 
     return decode
 
 
+def _shared(node: dict[str, Any], walk: DecodeWalk, build: Callable[[Any], Any]) -> Any:
+    """One object for all nodes that refer to the same data: it was one when it was saved.
+
+    Otherwise a few bytes of JSON could ask for the same data again and again, until memory is full.
+    """
+    reference, raw = walk.data(node)
+    key = node[TAG], reference
+    if key not in walk.shared:
+        walk.shared[key] = build(raw)
+    return walk.shared[key]
+
+
 def _items(node: dict[str, Any], walk: DecodeWalk) -> list[Any]:
-    if "v" not in node:
-        packed: list[Any] = walk.data(node)[1].tolist()
-        return packed
     if type(node["v"]) is not list:
         raise ValueError("no list of items")
     return [walk.child(number, item) for number, item in enumerate(node["v"])]
@@ -159,6 +172,8 @@ def _decode_dict(node: dict[str, Any], walk: DecodeWalk) -> dict[Any, Any]:
 def _encoder_of_dict_with_attributes(tag: str) -> Encoder:
     # Module.state_dict() hangs the versions of its modules on the OrderedDict as an attribute.
     def encode(value: Any, walk: EncodeWalk) -> Any:
+        if hidden := _hidden_by(value.__dict__, type(value)):
+            walk.refuse(f"its attribute {hidden!r} hides one of its class")
         node = {TAG: tag, "v": _encode_mapping(value, walk)}
         if value.__dict__:
             node["attributes"] = {name: walk.child(name, item) for name, item in value.__dict__.items()}
@@ -167,12 +182,20 @@ def _encoder_of_dict_with_attributes(tag: str) -> Encoder:
     return encode
 
 
+def _hidden_by(attributes: Iterable[str], kind: type[Any]) -> str | None:
+    """The first attribute that would take the place of a method: whoever calls it would run into a value."""
+    return next((name for name in attributes if hasattr(kind, name)), None)
+
+
 def _decoder_of_dict_with_attributes(kind: type[Any]) -> Decoder:
     def decode(node: dict[str, Any], walk: DecodeWalk) -> Any:
         value = kind()
         for key, item in _decode_mapping(node["v"], walk):
             value[key] = item
-        for name, item in node.get("attributes", {}).items():
+        attributes = node.get("attributes", {})
+        if hidden := _hidden_by(attributes, kind):
+            raise ValueError(f"an attribute {hidden!r}, which the class has already")
+        for name, item in attributes.items():
             value.__dict__[name] = walk.child(name, item)
         return value
 
@@ -214,6 +237,22 @@ def _build_datetime(*fields: Any) -> datetime:
 
 def _build_time(*fields: Any) -> time:
     return time(*fields[:5], fold=fields[5])
+
+
+def _fraction_fields(value: Fraction) -> list[Any]:
+    return [value.numerator, value.denominator]
+
+
+def _build_fraction(numerator: int, denominator: int) -> Fraction:
+    if max(numerator.bit_length(), denominator.bit_length()) > MAX_FRACTION_BITS:
+        raise ValueError(f"a fraction of numbers with more than {MAX_FRACTION_BITS} bits")
+    return Fraction(numerator, denominator)
+
+
+def _encode_fraction(value: Fraction, walk: EncodeWalk) -> Any:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_FRACTION_BITS:
+        walk.refuse(f"its numbers have more than {MAX_FRACTION_BITS} bits")
+    return _encoder_of_fields("Fraction", _fraction_fields)(value, walk)
 
 
 def _encoder_of_text(tag: str) -> Encoder:
@@ -270,7 +309,6 @@ _BY_FIELDS: tuple[tuple[type, Callable[[Any], list[Any]], Callable[..., Any]], .
     (time, _time_fields, _build_time),
     (timedelta, lambda value: [value.days, value.seconds, value.microseconds], timedelta),
     (timezone, lambda value: list(value.__getinitargs__()), timezone),
-    (Fraction, lambda value: [value.numerator, value.denominator], Fraction),
 )
 _BY_TEXT: tuple[type[Any], ...] = (
     Decimal,
@@ -284,6 +322,7 @@ _BY_TEXT: tuple[type[Any], ...] = (
 for _kind, _fields, _build in _BY_FIELDS:
     ENCODERS[_kind] = _encoder_of_fields(_kind.__name__, _fields)
     DECODERS[_kind.__name__] = _decoder_of_fields(_build)
+ENCODERS[Fraction], DECODERS["Fraction"] = _encode_fraction, _decoder_of_fields(_build_fraction)
 for _kind in _BY_TEXT:
     ENCODERS[_kind] = _encoder_of_text(_kind.__name__)
     DECODERS[_kind.__name__] = _decoder_of_text(_kind)

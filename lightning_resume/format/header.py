@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from lightning_resume.format.strict_json import dump_json, parse_json, quote
+from lightning_resume.format.strict_json import dump_json, parse_json, quote, require_few_parts
 
 MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
+MAX_PARTS = 2_000_000  # quotes, brackets and commas; a writer begins another file long before
 MAX_DIMENSIONS = 64  # torch has no more
 ALIGNMENT = 8
 
@@ -79,7 +80,7 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
         The bytes before the data, padded with spaces so that the data is aligned to 8 bytes.
 
     Raises:
-        ValueError: the header would be longer than readers accept.
+        ValueError: the header would be longer than readers accept, or have more parts.
     """
     # Put together by hand: `json.dumps` of 10^5 nested dicts takes three times as long.
     pieces = ['{"__metadata__":', dump_json(dict(metadata)).decode("ascii")]
@@ -91,6 +92,7 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     pieces.append("}")
     text = "".join(pieces).encode("ascii")
     text += b" " * (-len(text) % ALIGNMENT)
+    require_few_parts(text, MAX_PARTS)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes, more than {MAX_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text
@@ -146,6 +148,7 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
     """
     if not text.startswith(b"{"):
         raise ValueError("a header that is no JSON object")
+    require_few_parts(text, MAX_PARTS)
     document = parse_json(text)
     metadata = document.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
@@ -166,7 +169,8 @@ def _parse_entry(name: str, fields: Any) -> Entry:
         raise ValueError(f"malformed fields for {name!r}")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if type(dtype) is not str or dtype not in DTYPE_BYTES:
-        raise ValueError(f"the unknown dtype {str(dtype)[:40]!r} of {name!r}")
+        shown = repr(dtype[:40]) if type(dtype) is str else f"of type {type(dtype).__name__}"
+        raise ValueError(f"the unknown dtype {shown} of {name!r}")
     if not (_are_sizes(shape) and len(shape) <= MAX_DIMENSIONS and _are_sizes(offsets) and len(offsets) == 2):
         raise ValueError(f"a malformed shape or place for {name!r}")
     if offsets[1] - offsets[0] != DTYPE_BYTES[dtype] * math.prod(shape):

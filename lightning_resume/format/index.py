@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_resume.errors import CorruptCheckpointError, UnsafePathError, UnsupportedStateError
 from lightning_resume.format.migrations import SCHEMA, require_known_schema, upgrade_index
-from lightning_resume.format.strict_json import canonical_json, parse_json
+from lightning_resume.format.strict_json import canonical_json, parse_json, require_whole_characters
 
 INDEX_NAME = "index.json"
 MAX_INDEX_BYTES = 16 * 2**20
@@ -190,8 +190,10 @@ def index_from_bytes(data: bytes, path: str | os.PathLike[str]) -> CheckpointInd
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(path, INDEX_NAME, "an index in JSON", str(error)) from error
     require_known_schema(document, path)
-    if document.get("digest") != found:
-        raise CorruptCheckpointError(path, INDEX_NAME, f"digest {str(document.get('digest'))[:100]}", f"digest {found}")
+    digest = document.get("digest")
+    if digest != found:
+        expected = digest[:100] if type(digest) is str else f"of type {type(digest).__name__}"
+        raise CorruptCheckpointError(path, INDEX_NAME, f"digest {expected}", f"digest {found}")
     try:
         return _build(upgrade_index(document), path)
     except (ValueError, RecursionError) as error:
@@ -210,6 +212,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     document = parse_json(data)
     if type(document) is not dict:
         raise ValueError("no JSON object")
+    require_whole_characters(document)
     return document
 
 

@@ -45,7 +45,8 @@ def require_known_schema(
     """
     schema = document.get("schema")
     if type(schema) is not str or not _SCHEMA_PATTERN.fullmatch(schema):
-        raise CorruptCheckpointError(path, "index.json", f"schema {newest!r}", f"schema {str(schema)[:100]!r}")
+        found = repr(schema[:100]) if type(schema) is str else f"of type {type(schema).__name__}"
+        raise CorruptCheckpointError(path, "index.json", f"schema {newest!r}", f"schema {found}")
     if schema != newest and schema not in steps:
         raise SchemaError(path, schema, sorted({*steps, newest}))
 

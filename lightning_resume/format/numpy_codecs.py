@@ -12,6 +12,7 @@ from lightning_resume.format.skeleton import TAG
 from lightning_resume.format.tree import Decoder, DecodeWalk, Encoder, EncodeWalk
 
 _KINDS = "biufcSUmM"
+_CHARS = frozenset(np.typecodes["All"])
 _DTYPE_TEXT = re.compile(r"[<>|](?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?)")
 
 
@@ -34,7 +35,8 @@ def _bytes_of_transposed(value: np.ndarray[Any, Any]) -> memoryview:
 
 def _decode_array(node: dict[str, Any], walk: DecodeWalk) -> Any:
     reference, raw = walk.data(node)
-    if reference not in walk.shared:
+    key = "ndarray", reference
+    if key not in walk.shared:
         dtype, shape = _dtype(node), tuple(node["shape"])
         order: Literal["C", "F"] = "F" if node["order"] == "F" else "C"
         if raw.numel():
@@ -43,8 +45,8 @@ def _decode_array(node: dict[str, Any], walk: DecodeWalk) -> Any:
             if math.prod(shape) * dtype.itemsize:
                 raise ValueError("an array without its data")
             value = np.ndarray(shape, dtype, order=order)
-        walk.shared[reference] = value
-    return walk.shared[reference]
+        walk.shared[key] = value
+    return walk.shared[key]
 
 
 def _encode_scalar(value: np.generic, walk: EncodeWalk) -> Any:
@@ -70,6 +72,8 @@ def _dtype(node: dict[str, Any]) -> np.dtype[Any]:
         raise ValueError(f"the unknown dtype {node['dtype']!r}")
     dtype: np.dtype[Any] = np.dtype(node["dtype"])
     if "char" in node:
+        if node["char"] not in _CHARS:
+            raise ValueError("an unknown C type")
         exact: np.dtype[Any] = np.dtype(node["char"]).newbyteorder(dtype.byteorder)
         return exact if exact.str == dtype.str else dtype
     return dtype

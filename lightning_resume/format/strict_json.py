@@ -33,6 +33,47 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def require_whole_characters(document: Any) -> None:
+    """Refuses halves of surrogate pairs, in keys too: they are no characters, and cannot be printed or written.
+
+    Raises:
+        ValueError: there is one.
+    """
+    pending = [document]
+    while pending:
+        value = pending.pop()
+        if type(value) is dict:
+            pending += [*value, *value.values()]
+        elif type(value) is list:
+            pending += value
+        elif type(value) is str and any("\ud800" <= char <= "\udfff" for char in value):
+            raise ValueError("half of a surrogate pair")
+
+
+def require_few_parts(data: bytes, limit: int) -> None:
+    """Refuses JSON of many parts before it is parsed: each of its empty lists takes 20 times its text in memory.
+
+    Args:
+        data: the text.
+        limit: of quotes, brackets and commas outside of strings, taken together.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if _count_marks(data) + data.count(b'"') <= limit:  # mostly, and quickly
+        return
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
+    count = bare.count(b'"')
+    if count <= limit:
+        count += sum(map(_count_marks, bare.split(b'"')[::2]))
+    if count > limit:
+        raise ValueError(f"more than {limit} quotes, brackets and commas")
+
+
+def _count_marks(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{") + text.count(b",")
+
+
 def dump_json(value: Any) -> bytes:
     """Compact JSON in ASCII, keys in the order given."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, check_circular=False, separators=(",", ":"))

@@ -46,6 +46,13 @@ for _name in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2
     if hasattr(torch, _name):
         _OTHER_DTYPES[getattr(torch, _name)] = ("U8", 1)
 
+# What a checkpoint may name. A plain getattr would import: torch loads some of its packages when they are asked for.
+_NAMES: dict[str, Any] = {
+    name: value
+    for name, value in vars(torch).items()
+    if type(value) in (torch.dtype, torch.layout, torch.memory_format)
+}
+
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),
@@ -183,7 +190,7 @@ def _decode_tensor(node: dict[str, Any], walk: DecodeWalk) -> torch.Tensor:
 def _lay_out(node: dict[str, Any], raw: torch.Tensor) -> torch.Tensor:
     tensor = raw
     if "dtype" in node:
-        dtype = getattr(torch, node["dtype"], None)
+        dtype = _NAMES.get(node["dtype"])
         if dtype not in _OTHER_DTYPES:
             raise ValueError(f"the unknown dtype {node['dtype']!r}")
         tensor = torch.empty(raw.shape[:-1], dtype=dtype, device="cpu")
@@ -219,7 +226,7 @@ def _decode_sparse(node: dict[str, Any], walk: DecodeWalk) -> torch.Tensor:
         coalesced = bool(node["coalesced"])
         tensor = torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
     else:
-        layout = getattr(torch, node["layout"], None)
+        layout = _NAMES.get(node["layout"])
         if layout not in _COMPRESSED:
             raise ValueError(f"the unknown layout {node['layout']!r}")
         outer, inner = walk.child("outer", node["outer"]), walk.child("inner", node["inner"])
@@ -236,14 +243,20 @@ _BY_NAME: dict[type, str] = {
 
 def _encode_name(value: Any, walk: EncodeWalk) -> Any:
     name = str(value).removeprefix("torch.")
-    if getattr(torch, name, None) is not value and getattr(torch, name, None) != value:
+    if _NAMES.get(name) != value:
         walk.refuse(f"torch has no name for {value}")
     return {TAG: _BY_NAME[type(value)], "v": name}
 
 
+def _decode_device(node: dict[str, Any], walk: DecodeWalk) -> torch.device:
+    if type(node["v"]) is not str:  # a number would stand for whatever accelerator there is
+        raise ValueError("a device that is no text")
+    return torch.device(node["v"])
+
+
 def _decoder_of_name(kind: type) -> Decoder:
     def decode(node: dict[str, Any], walk: DecodeWalk) -> Any:
-        value = getattr(torch, node["v"], None)
+        value = _NAMES.get(node["v"])
         if type(value) is not kind:
             raise ValueError(f"torch has no {kind.__name__} {node['v']!r}")
         return value
@@ -262,6 +275,6 @@ DECODERS: dict[str, Decoder] = {
     "tensor": _decode_tensor,
     "sparse": _decode_sparse,
     "torch.Size": lambda node, walk: torch.Size(node["v"]),
-    "torch.device": lambda node, walk: torch.device(node["v"]),
+    "torch.device": _decode_device,
     **{tag: _decoder_of_name(kind) for kind, tag in _BY_NAME.items()},
 }

@@ -128,8 +128,9 @@ class DecodeWalk:
             if TAG not in node:
                 return {key: self.child(key, value) for key, value in node.items()}
             tag = node[TAG]
-            if tag not in self._decoders:
-                raise ValueError(f"the unknown tag {str(tag)[:40]!r}")
+            if type(tag) is not str or tag not in self._decoders:
+                shown = repr(tag[:40]) if type(tag) is str else f"of type {type(tag).__name__}"
+                raise ValueError(f"the unknown tag {shown}")
             return self._decoders[tag](node, self)
         if kind is list:
             return [self.child(number, item) for number, item in enumerate(node)]

@@ -19,7 +19,7 @@ from lightning_resume.format.index import (
     require_safe_name,
 )
 from lightning_resume.format.skeleton import MAX_STATE_BYTES, references, state_from_bytes
-from lightning_resume.format.strict_json import parse_json
+from lightning_resume.format.strict_json import parse_json, require_few_parts
 
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
 MAX_WEIGHT_MAP_BYTES = 256 * 2**20
@@ -118,11 +118,14 @@ def require_weight_map(
         return
     data = files.read_checked(WEIGHT_MAP_NAME, entry, MAX_WEIGHT_MAP_BYTES, verify=verify)
     try:
+        require_few_parts(data, 5 * len(found) + 100)  # four quotes and a comma for each tensor
         document = parse_json(data)
-        weight_map = document["weight_map"]
-        shards = sorted({str(shard) for shard in weight_map.values()})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise CorruptCheckpointError(files.shown, WEIGHT_MAP_NAME, "a weight map in JSON", str(error)) from error
+    weight_map = document.get("weight_map") if type(document) is dict else None
+    if type(weight_map) is not dict or not all(type(shard) is str for shard in weight_map.values()):
+        raise CorruptCheckpointError(files.shown, WEIGHT_MAP_NAME, "a weight map in JSON", "something else")
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
         require_safe_name(shard, files.shown)
     if weight_map != found:

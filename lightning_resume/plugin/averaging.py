@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
+from lightning_resume.errors import StateMismatchError
 from lightning_resume.plugin import loops
 
 
@@ -26,6 +27,19 @@ def is_collecting_batch_norm(trainer: Trainer) -> bool:
 def places_set_up(trainer: Trainer) -> list[int]:
     """Which of the callbacks, by their place among them, have set themselves up."""
     return [place for place, callback in enumerate(_swa(trainer)) if callback._initialized]
+
+
+def check_places(trainer: Trainer, places: Sequence[int]) -> None:
+    """Refuses a checkpoint in which such a callback had set itself up that is not there now.
+
+    Raises:
+        StateMismatchError: names both numbers of callbacks.
+    """
+    needed, found = max(places, default=-1) + 1, len(_swa(trainer))
+    if found < needed:
+        raise StateMismatchError(
+            "number of StochasticWeightAveraging callbacks", needed, found, "Pass the callbacks of the save."
+        )
 
 
 def set_up_again(trainer: Trainer, places: Sequence[int], optimizer_states: Sequence[dict[str, Any]]) -> None:

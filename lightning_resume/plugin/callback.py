@@ -20,7 +20,7 @@ from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
 from lightning_resume.plugin import arguments, checks, frozen, loops, module_state, positional
-from lightning_resume.plugin.averaging import is_collecting_batch_norm
+from lightning_resume.plugin.averaging import check_places, is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.circumstances import capture_circumstances, compare_circumstances, look_at_beginning
 from lightning_resume.plugin.history import LossHistory
@@ -36,6 +36,7 @@ from lightning_resume.plugin.rank_state import (
 )
 from lightning_resume.plugin.ranks import decide, gather
 from lightning_resume.plugin.saver import Saver
+from lightning_resume.plugin.shape import check_shape
 from lightning_resume.plugin.signals import Signals
 from lightning_resume.rng import RNGState
 
@@ -219,7 +220,9 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or loops.is_tuning(path):
             return
-        checks.check_model(trainer, path, checkpoint)
+        checks.check_full(path, checkpoint)
+        check_shape(path, checkpoint, trainer.global_rank)
+        checks.check_model(trainer, checkpoint)
         if self.settings.trainable_only:
             self._frozen.resume(trainer.lightning_module, checkpoint)
         if "rank_state" not in checkpoint:
@@ -227,6 +230,7 @@ class AtomicResumeCallback(ModelCheckpoint):
                 f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
             )
         check_rank_state(checkpoint["rank_state"], self.allow)
+        check_places(trainer, checkpoint["rank_state"]["averaging"])
         positional.check_item_rng(checkpoint, self.settings.item_rng, trainer.world_size)
         self._resumed_from = os.path.abspath(path)
         index = read_index(path)

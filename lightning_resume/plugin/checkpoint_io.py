@@ -14,6 +14,7 @@ from lightning_resume.catalog import prune_checkpoints
 from lightning_resume.errors import UnsupportedSetupError, WorldSizeError
 from lightning_resume.format.checkpoint import read_checkpoint, read_index
 from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
+from lightning_resume.plugin.shape import check_weights
 
 RANK_STATES = "lightning_resume"
 """Key of a Lightning checkpoint under which each rank's own state travels to the writer, and back."""
@@ -103,6 +104,7 @@ class AtomicCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: nothing whole is there; the subclass tells what is wrong.
             WorldSizeError: another number of processes saved it, and `fit` is to go on from it.
+            MissingStateError: there are no weights in it.
             UnsupportedSetupError: a file was given: Lightning's own checkpoints are pickles and are not opened.
         """
         if Path(path).is_file():
@@ -113,6 +115,7 @@ class AtomicCheckpointIO(CheckpointIO):
             )
         if self.fitting is None:
             checkpoint = read_checkpoint(path, exclude={"optimizer_states"})
+            check_weights(os.fspath(path), checkpoint)
             self.complete(os.fspath(path), checkpoint)
             return checkpoint
         path = self.fitting.agree(os.fspath(path))
@@ -121,6 +124,7 @@ class AtomicCheckpointIO(CheckpointIO):
             raise WorldSizeError(num_ranks, self.fitting.world_size)
         rank = min(self.fitting.rank, num_ranks - 1) if num_ranks else None
         checkpoint = read_checkpoint(path, rank=rank)
+        check_weights(os.fspath(path), checkpoint)
         self.complete(os.fspath(path), checkpoint)
         self.fitting.before_restore(os.fspath(path), checkpoint)
         return checkpoint

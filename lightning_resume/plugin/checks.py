@@ -92,15 +92,22 @@ def check_setup(trainer: Trainer) -> None:
         )
 
 
-def check_model(trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Refuses, before anything is restored, a checkpoint that `fit` cannot go on from.
+def check_full(path: str, checkpoint: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that holds the model alone.
 
     Raises:
-        WeightsOnlyError: it holds the model alone.
-        ModelMismatchError: keys are missing, left over, or of another shape or dtype.
+        WeightsOnlyError: names the path.
     """
     if "optimizer_states" not in checkpoint:
         raise WeightsOnlyError(path)
+
+
+def check_model(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Refuses, before anything is restored, a checkpoint that `fit` cannot go on from.
+
+    Raises:
+        ModelMismatchError: keys are missing, left over, or of another shape or dtype.
+    """
     module = trainer.lightning_module
     saved = checkpoint.get("current_model_state", checkpoint["state_dict"])
     current = module.state_dict()

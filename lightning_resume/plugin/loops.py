@@ -293,7 +293,7 @@ def restore_seeds(seeds: Mapping[str, str]) -> None:
     """Puts back what `capture_seeds` returned; has to come before Lightning sets loaders up."""
     for name in _SEEDS:
         os.environ.pop(name, None)
-    os.environ.update(seeds)
+    os.environ.update({name: seeds[name] for name in _SEEDS if name in seeds})  # and nothing else
 
 
 def capture_extras(trainer: Trainer) -> dict[str, Any]:

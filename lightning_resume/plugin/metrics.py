@@ -6,7 +6,6 @@ lightning 2.5 and 2.6 (`trainer/connectors/logger_connector/result.py`).
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +27,11 @@ _META_FIELDS = (
 )  # fmt: skip
 # Restored above all, or settings that the constructor makes.
 _BOOKKEEPING = frozenset({"_update_count", "_computed", "_forward_cache", "training", "_device", "_dtype_convert"})
+# All that `self.log` takes, by whether they are python's own.
+_REDUCTIONS: dict[tuple[bool, str], Any] = {
+    **{(True, function.__name__): function for function in (max, min, sum)},
+    **{(False, function.__name__): function for function in (torch.max, torch.mean, torch.min, torch.sum)},
+}
 _DICTIONARIES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
@@ -99,8 +103,7 @@ def _capture_result(key: str, metric: _ResultMetric) -> dict[str, Any]:
 def _restore_result(
     trainer: Trainer, results: _ResultCollection, saved: Mapping[str, Any], objects: Mapping[str, Metric]
 ) -> _ResultMetric:
-    source = builtins if saved["is_builtin"] else torch
-    meta = _Metadata(**saved["meta"], reduce_fx=getattr(source, saved["reduce_fx"]))
+    meta = _Metadata(**saved["meta"], reduce_fx=_REDUCTIONS[saved["is_builtin"], saved["reduce_fx"]])
     meta.sync = _Sync(
         _should=saved["sync"]["should"],
         fn=trainer.strategy.reduce,

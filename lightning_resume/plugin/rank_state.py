@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_resume.data.identity import settle
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.data.streams import Streams, pack, unpack
-from lightning_resume.errors import MissingStateError, StateMismatchError
+from lightning_resume.errors import MissingStateError, ResumeError, StateMismatchError
 from lightning_resume.plugin import averaging, identity, loops, module_state
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.plugin.optimizers import describe_optimizers
@@ -80,10 +80,11 @@ def capture_rank_state(
 
 
 def check_rank_state(state: Mapping[str, Any], allow: Collection[str]) -> None:
-    """Refuses a state that lacks a part, before anything is restored.
+    """Refuses a state that lacks a part, or has random streams that are none, before anything is restored.
 
     Raises:
         MissingStateError: a part is missing; the error names it.
+        StateMismatchError: a random stream's state does not fit such a stream.
     """
     for key in _KEYS:
         if key not in state:
@@ -93,7 +94,12 @@ def check_rank_state(state: Mapping[str, Any], allow: Collection[str]) -> None:
             words = (identity.MISSING_STREAM,)
             remedy = f"Resume from another checkpoint, or let it go on as it stands now with allow={words!r}."
             raise MissingStateError(f"random stream {name!r}", remedy)
-    _streams_of(state)
+    try:
+        _streams_of(state).require_fitting()
+    except ResumeError:
+        raise
+    except Exception as error:  # whatever the words of a forged state lead to
+        raise StateMismatchError("random streams", f"{type(error).__name__}: {error}", "states of streams") from error
 
 
 def check_run(

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import re
+import socket
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -161,13 +163,24 @@ def test_an_extra_file_is_named(name: str, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, "index.json"])
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "directory"])
-@pytest.mark.timeout(20)
-def test_only_regular_files_are_opened(kind: str, name: str, checkpoint: Path, tmp_path: Path) -> None:
-    """A link could lead anywhere, a pipe would make the reader wait for ever."""
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "directory", "socket", "device"])
+@pytest.mark.timeout(60)
+def test_only_regular_files_are_opened(
+    kind: str, name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link could lead anywhere, a pipe would make the reader wait for ever, a device never end."""
     (checkpoint / name).rename(tmp_path / "elsewhere")
     if kind == "pipe":
         os.mkfifo(checkpoint / name)
+    elif kind == "socket":
+        monkeypatch.chdir(checkpoint)  # the path of a socket may be about 100 characters long
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+    elif kind == "device":
+        try:
+            os.mknod(checkpoint / name, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # endless zeros
+        except PermissionError:
+            pytest.skip("making a device takes a right that this user has not")
     elif kind == "directory":
         (checkpoint / name).mkdir()
     else:
@@ -504,7 +517,9 @@ def test_a_writer_that_loses_the_end_of_a_shard_is_found_out(tmp_path: Path, mon
     with pytest.raises(CorruptCheckpointError) as caught:
         read_index(tmp_path / "c")
 
+    (info,) = scan_checkpoints(tmp_path)
     assert caught.value.file == "model.safetensors"
+    assert (info.status, info.reason.partition(":")[0]) == ("corrupt", "model.safetensors")
 
 
 def test_without_verify_only_sizes_and_structure_are_checked(checkpoint: Path) -> None:
@@ -538,6 +553,18 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "last.ckpt")
 
     assert caught.value.found == "a file"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    """Nobody waits for somebody to write into it."""
+    os.mkfifo(tmp_path / "step-00000001")
+
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        read_checkpoint(tmp_path / "step-00000001")
+
+    assert caught.value.path == str(tmp_path / "step-00000001")
+    assert [info.status for info in scan_checkpoints(tmp_path)] == ["foreign"]
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a file"])
