@@ -22,6 +22,7 @@ from lightning_resume.format.hidden import HiddenName, is_abandoned, parse_hidde
 from lightning_resume.format.index import INDEX_NAME, MAX_INDEX_BYTES, CheckpointIndex
 from lightning_resume.format.strict_json import parse_json
 from lightning_resume.format.verify import read_index, verify_checkpoint
+from lightning_resume.lock import LOCK_NAME
 
 STALE_AFTER = timedelta(hours=1)
 _STEP_DIRNAME = re.compile(r"step-[0-9]+")
@@ -76,15 +77,15 @@ def scan_checkpoints(root: str | os.PathLike[str], *, verify: bool = False) -> l
         verify: read every file and compare its digest, instead of the index and the sizes only.
 
     Returns:
-        One entry for each thing in the folder, sorted by timeline, global_step, current_epoch, batch_in_epoch (unknown
-        ones first) and name; never by modification time.
+        One entry for each thing in the folder but its lock, sorted by timeline, global_step, current_epoch,
+        batch_in_epoch (unknown ones first) and name; never by modification time.
 
     Raises:
         CheckpointReadError: the folder itself cannot be listed.
     """
     root = Path(root)
     try:
-        names = sorted(os.listdir(root))
+        names = sorted(name for name in os.listdir(root) if name != LOCK_NAME)
     except FileNotFoundError:
         return []
     except OSError as error:
