@@ -12,11 +12,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from lightning_resume.catalog import step_checkpoints
 from lightning_resume.errors import FolderLockedError, ModelMismatchError, UnsupportedSetupError, WeightsOnlyError
 from lightning_resume.lock import FolderLock
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
-from lightning_resume.plugin.last import step_checkpoints
 from lightning_resume.plugin.ranks import decide
 
 
