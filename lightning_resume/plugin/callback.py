@@ -80,6 +80,7 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     A save never interrupts an accumulation window: it waits for the optimizer step. A crash at any point leaves the
     newest committed checkpoint whole. In a distributed run all ranks call every hook; rank 0 writes.
+    While `fit` runs, the folder is this run's alone: another one there is refused with `FolderLockedError`.
 
     Raises:
         TypeError, ValueError: wrong arguments.
