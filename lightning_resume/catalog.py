@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from lightning_resume.format.hidden import HiddenName, is_abandoned, parse_hidde
 from lightning_resume.format.index import INDEX_NAME, MAX_INDEX_BYTES, CheckpointIndex
 from lightning_resume.format.strict_json import parse_json
 from lightning_resume.format.verify import read_index, verify_checkpoint
+from lightning_resume.lock import LOCK_NAME
 
 STALE_AFTER = timedelta(hours=1)
 _STEP_DIRNAME = re.compile(r"step-[0-9]+")
@@ -76,15 +77,15 @@ def scan_checkpoints(root: str | os.PathLike[str], *, verify: bool = False) -> l
         verify: read every file and compare its digest, instead of the index and the sizes only.
 
     Returns:
-        One entry for each thing in the folder, sorted by timeline, global_step, current_epoch, batch_in_epoch (unknown
-        ones first) and name; never by modification time.
+        One entry for each thing in the folder but its lock, sorted by timeline, global_step, current_epoch,
+        batch_in_epoch (unknown ones first) and name; never by modification time.
 
     Raises:
         CheckpointReadError: the folder itself cannot be listed.
     """
     root = Path(root)
     try:
-        names = sorted(os.listdir(root))
+        names = sorted(name for name in os.listdir(root) if name != LOCK_NAME)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -113,6 +114,36 @@ def newest_good(
     for info in reversed(candidates):
         if not verify or _look_into(info.path, verify=True).status == "good":
             return info
+    return None
+
+
+def step_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """The good full checkpoints that are named after their step, oldest first; no ModelCheckpoint's are among them.
+
+    Raises:
+        CheckpointReadError: the folder itself cannot be listed.
+    """
+    return [
+        info
+        for info in scan_checkpoints(root)
+        if info.status == "good"
+        and info.kind == "full"
+        and info.global_step is not None
+        and info.path.name == step_dirname(info.global_step)
+    ]
+
+
+def steps_of_run(root: str | os.PathLike[str], run_id: str | None) -> dict[tuple[int, int], CheckpointInfo]:
+    """One run's `step_checkpoints`, by timeline and step."""
+    steps = [info for info in step_checkpoints(root) if info.run_id == run_id]
+    return {(info.timeline or 0, info.global_step or 0): info for info in steps}
+
+
+def newest_verified(run: Mapping[tuple[int, int], CheckpointInfo]) -> tuple[int, int] | None:
+    """Timeline and step of the newest checkpoint that passes a full verification; None if none does."""
+    for place in sorted(run, reverse=True):
+        if _look_into(run[place].path, verify=True).status == "good":
+            return place
     return None
 
 

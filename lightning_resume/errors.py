@@ -21,6 +21,7 @@
     │ └ WeightsOnlyError(path)
     ├ UnsupportedStateError(key_path, reason)                  also TypeError
     ├ UnsupportedSetupError(setup)
+    ├ FolderLockedError(folder, host, pid, since)              another writer
     └ BackgroundSaveError(path)                                the failed save as __cause__
 
 A message has up to three parts: what cannot be done; the two sides on aligned lines; one thing that the user can do.
@@ -377,6 +378,33 @@ class UnsupportedSetupError(ResumeError):
         self.setup = setup
         self.reason = reason
         self.remedy = remedy
+
+
+class FolderLockedError(ResumeError):
+    """Another process writes checkpoints to the folder.
+
+    Attributes:
+        folder: the folder, as a str.
+        host: the machine of that process, or None if it did not say who it is; so are the others.
+        pid: its number.
+        since: moment at which it took the folder, ISO 8601 in UTC.
+        run_id: of its run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        host: str | None = None,
+        pid: int | None = None,
+        since: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        """Formats the message."""
+        self.folder, self.host, self.pid, self.since, self.run_id = os.fspath(folder), host, pid, since, run_id
+        headline = f"cannot write to {self.folder!r}: another process saves its checkpoints there"
+        sides = {"held by": f"process {pid} on {host}, since {since}" if pid is not None else "a process unknown"}
+        remedy = "End that process, or pass another dirpath; once it has ended, the folder is free by itself."
+        super().__init__(_text(headline, sides, remedy))
 
 
 class BackgroundSaveError(CheckpointError):

@@ -35,6 +35,8 @@ EXAMPLES = [
     errors.WeightsOnlyError("runs/c"),
     errors.UnsupportedStateError("callbacks.x", "there is no exact encoding for the type a.B"),
     errors.UnsupportedSetupError("strategy FSDP", "its state is sharded", "Use strategy='ddp'."),
+    errors.FolderLockedError("runs", "host", 12, "2024-01-02T03:04:05+00:00", "r"),
+    errors.FolderLockedError("runs"),
     errors.BackgroundSaveError("runs/c", "disk full"),
 ]
 

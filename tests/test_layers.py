@@ -13,25 +13,26 @@ PACKAGE = "lightning_resume"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 # A house is a folder or a module of the package. It may import from the houses that stand behind it, and from itself.
-BELOW_PLUGIN = {"catalog", "data", "errors", "format", "policy", "rng", "writer"}
+BELOW_PLUGIN = {"catalog", "data", "errors", "format", "lock", "policy", "rng", "writer"}
 LAYERS = {
     "errors": set(),
     "rng": {"errors"},
     "policy": {"errors"},
     "data": {"errors", "rng"},
     "format": {"errors"},
-    "catalog": {"errors", "format"},
+    "lock": {"errors", "format"},
+    "catalog": {"errors", "format", "lock"},
     "writer": set(),
     "plugin": BELOW_PLUGIN,
     "demo": {"public names"},
-    "cli": {"catalog", "demo", "errors", "format"},
+    "cli": {"catalog", "demo", "errors", "format", "lock", "policy"},
     "__init__": BELOW_PLUGIN | {"plugin"},  # for type checkers only: test_public_names holds that nothing is loaded
     "__main__": {"cli"},
 }
 LIGHTNING_HOUSES = {"plugin", "demo"}
 PRIVATE_STATE = {"averaging.py", "loops.py", "metrics.py", "module_state.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
-WITHOUT_TORCH = {"errors", "policy", "writer", "cli", "__init__", "__main__"}
+WITHOUT_TORCH = {"errors", "lock", "policy", "writer", "cli", "__init__", "__main__"}
 
 
 def modules() -> list[Path]:

@@ -42,7 +42,7 @@ class HiddenName(NamedTuple):
 
 def hidden_path(target: Path, kind: Kind) -> Path:
     """A new, unique hidden path beside `target`, made by this process. Draws from no random stream of the program."""
-    token = _machine() + _process_start(os.getpid()) + os.urandom(4).hex()
+    token = process_token() + os.urandom(4).hex()
     return target.with_name(f".{target.name}.{token}-{os.getpid()}.{kind}")
 
 
@@ -70,12 +70,22 @@ def is_abandoned(path: Path, hidden: HiddenName, stale_after: timedelta) -> bool
     Its process is dead, or, if it ran on another machine (or in another container) and cannot be asked,
     nothing in the directory has changed for `stale_after`.
     """
-    machine, start = hidden.token[:8], hidden.token[8:16]
     if len(hidden.token) != _TOKEN_CHARS:
         return not _is_alive(hidden.pid)
-    if machine != _machine() or os.name == "nt":  # on Windows asking a process by signal would end it
-        return time.time() - _last_change(path) > stale_after.total_seconds()
-    return not _is_alive(hidden.pid) or _process_start(hidden.pid) != start
+    ended = has_ended(hidden.pid, hidden.token[:16])
+    return time.time() - _last_change(path) > stale_after.total_seconds() if ended is None else ended
+
+
+def process_token() -> str:
+    """Sixteen hex digits that tell this process from any other with the same pid: its machine, and when it started."""
+    return _machine() + _process_start(os.getpid())
+
+
+def has_ended(pid: int, token: str) -> bool | None:
+    """Whether the process that had this `process_token` has ended; None where it cannot be asked."""
+    if token[:8] != _machine() or os.name == "nt":  # on Windows asking a process by signal would end it
+        return None
+    return not _is_alive(pid) or _process_start(pid) != token[8:16]
 
 
 def _last_change(path: Path) -> float:

@@ -15,7 +15,7 @@ from lightning_resume.format.index import INDEX_NAME, MAX_INDEX_BYTES, Checkpoin
 from lightning_resume.format.migrations import SCHEMA
 from lightning_resume.format.output import OutputFile
 from lightning_resume.format.strict_json import parse_json
-from lightning_resume.format.verify import verify_files
+from lightning_resume.format.verify import load_index, verify_files
 
 
 def migrate_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
@@ -39,9 +39,23 @@ def migrate_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     return look_into(Path(os.path.realpath(path)), _migrate)
 
 
+def saved_schema(path: str | os.PathLike[str]) -> str:
+    """The schema that a checkpoint is in on disk; a `CheckpointIndex` has the newest one, whatever it was read from.
+
+    Raises:
+        CheckpointError: as `read_index` does.
+    """
+    return look_into(Path(path), _schema)
+
+
+def _schema(files: CheckpointFiles) -> str:
+    load_index(files)  # refuses what is no index
+    return str(parse_json(files.read(INDEX_NAME, MAX_INDEX_BYTES))["schema"])
+
+
 def _migrate(files: CheckpointFiles) -> CheckpointIndex:
     index = verify_files(files)
-    if parse_json(files.read(INDEX_NAME, MAX_INDEX_BYTES))["schema"] == SCHEMA:
+    if _schema(files) == SCHEMA:
         return index
     try:
         return commit_directory(files.shown, functools.partial(_fill, files, index), overwrite=True)

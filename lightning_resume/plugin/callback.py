@@ -19,6 +19,7 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import MissingStateError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
+from lightning_resume.lock import FolderLock
 from lightning_resume.plugin import arguments, checks, frozen, loops, module_state, positional
 from lightning_resume.plugin.averaging import check_places, is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
@@ -81,6 +82,7 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     A save never interrupts an accumulation window: it waits for the optimizer step. A crash at any point leaves the
     newest committed checkpoint whole. In a distributed run all ranks call every hook; rank 0 writes.
+    While `fit` runs, the folder is this run's alone: another one there is refused with `FolderLockedError`.
 
     Raises:
         TypeError, ValueError: wrong arguments.
@@ -142,6 +144,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._has_begun = False
         self._streams: RNGState | None = None
         self._trainer: weakref.ref[Trainer] | None = None
+        self._lock: FolderLock | None = None
         self._optimizers: dict[str, Any] = {}
         self._configured: dict[str, Any] = {}
         self._beginning: dict[str, Any] = {}
@@ -180,6 +183,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         if stage != "fit" or loops.is_dry_run(trainer):
             return
         checks.check_folder(self._folder(trainer))
+        self._leave_folder()  # of a fit that ended in a way that told nobody
+        self._lock = checks.take_folder(trainer, self._folder(trainer))
         if self.settings.trainable_only:
             frozen.check_setup(trainer)
         if self._trainer is None or self._trainer() is not trainer:  # the same one goes on with its own run
@@ -268,6 +273,8 @@ class AtomicResumeCallback(ModelCheckpoint):
             trainer.should_stop = self._resume["extras"]["should_stop"]
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             checks.check_unused(self._folder(trainer), self._io.run_id)
+        if self._lock is not None:
+            self._lock.note_run(self._io.run_id)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training begins, or goes on."""
@@ -286,6 +293,8 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_batch(self, trainer: Trainer) -> None:
         if self not in loops.callbacks(trainer):  # a tuner is running its own loop
             return
+        if self._lock is not None:
+            self._lock.refresh()
         loops.follow_passes(trainer)
         if loops.is_fetched_ahead(trainer):
             for loader in loops.train_loaders(trainer):
@@ -374,8 +383,11 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Waits for the save in flight. One rank alone may be here: the others are not asked for anything."""
-        self._saver.finish()
-        self._signals.remove()
+        try:
+            self._saver.finish()
+        finally:
+            self._signals.remove()
+            self._leave_folder()  # Lightning does not call teardown now
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Nothing: the epoch's end is saved at the first batch of the next one, or when training ends."""
@@ -389,6 +401,12 @@ class AtomicResumeCallback(ModelCheckpoint):
         loops.remove_hooks(trainer)
         loops.unwrap_loaders(trainer)
         loops.return_checkpoint_io(trainer)
+        self._leave_folder()
+
+    def _leave_folder(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

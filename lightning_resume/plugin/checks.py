@@ -12,10 +12,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_resume.errors import ModelMismatchError, UnsupportedSetupError, WeightsOnlyError
+from lightning_resume.catalog import step_checkpoints
+from lightning_resume.errors import FolderLockedError, ModelMismatchError, UnsupportedSetupError, WeightsOnlyError
+from lightning_resume.lock import FolderLock
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
-from lightning_resume.plugin.last import step_checkpoints
+from lightning_resume.plugin.ranks import decide
 
 
 def check_folder(dirpath: str) -> None:
@@ -32,6 +34,28 @@ def check_folder(dirpath: str) -> None:
         raise UnsupportedSetupError(
             f"dirpath={dirpath!r}", "the folder cannot be written", "Pass a folder that this user may write to."
         )
+
+
+def take_folder(trainer: Trainer, dirpath: str) -> FolderLock | None:
+    """Makes this run the folder's only writer. All ranks must call.
+
+    Returns:
+        The lock, on rank 0; None elsewhere.
+
+    Raises:
+        FolderLockedError: another process, or another Trainer of this one, writes there; on every rank.
+    """
+    lock, refusal = None, None
+    if trainer.is_global_zero:
+        lock = FolderLock(dirpath)
+        try:
+            lock.acquire()
+        except FolderLockedError as error:
+            refusal = error
+    refusal = decide(trainer, refusal)
+    if refusal is not None:
+        raise refusal
+    return lock
 
 
 def check_unused(folder: str, run_id: str | None) -> None:

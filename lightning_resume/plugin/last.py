@@ -11,22 +11,10 @@ from dataclasses import replace
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resume.catalog import CheckpointInfo, place_in_run, scan_checkpoints, step_dirname
+from lightning_resume.catalog import CheckpointInfo, place_in_run, scan_checkpoints, step_checkpoints
 from lightning_resume.errors import CheckpointError, NoGoodCheckpointError
 from lightning_resume.format.index import CheckpointIndex
 from lightning_resume.format.verify import verify_checkpoint
-
-
-def step_checkpoints(folder: str) -> list[CheckpointInfo]:
-    """The good full checkpoints that are named after their step, oldest first; no ModelCheckpoint's are among them."""
-    return [
-        info
-        for info in scan_checkpoints(folder)
-        if info.status == "good"
-        and info.kind == "full"
-        and info.global_step is not None
-        and info.path.name == step_dirname(info.global_step)
-    ]
 
 
 def find_last(folder: str, others: Collection[str]) -> set[str]:

@@ -9,10 +9,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_resume.catalog import CheckpointInfo, prune_checkpoints
-from lightning_resume.errors import CheckpointError, ResumeError
-from lightning_resume.format.verify import verify_checkpoint
-from lightning_resume.plugin.last import step_checkpoints
+from lightning_resume.catalog import CheckpointInfo, newest_verified, prune_checkpoints, steps_of_run
+from lightning_resume.errors import ResumeError
 from lightning_resume.policy import archived, to_prune
 
 SPARE_BYTES = 4 * 2**20
@@ -50,7 +48,7 @@ class Retention:
             Those that were deleted.
         """
         try:
-            run = self._checkpoints_of(run_id)
+            run = steps_of_run(self.folder, run_id)
             keep = archived(run, self.archive_every_n_train_steps) | _places(run, newest)
             return prune_checkpoints(run[place].path for place in to_prune(run, self.keep_last_k, keep))
         except (ResumeError, OSError) as error:
@@ -95,8 +93,10 @@ class Retention:
 
     def _in_the_way(self, num_bytes: int, run_id: str | None, newest: str | os.PathLike[str] | None) -> list[Path]:
         """The oldest ones that free so many bytes when they are deleted; none if all of them do not."""
-        run = self._checkpoints_of(run_id)
-        good = _places(run, newest) or _newest_verified(run)
+        run = steps_of_run(self.folder, run_id)
+        good = _places(run, newest)
+        if not good and (verified := newest_verified(run)) is not None:
+            good = {verified}
         if not good:
             return []
         keep = archived(run, self.archive_every_n_train_steps) | good
@@ -106,29 +106,12 @@ class Retention:
                 return paths[:number]
         return []
 
-    def _checkpoints_of(self, run_id: str | None) -> dict[Place, CheckpointInfo]:
-        return {
-            (info.timeline or 0, info.global_step or 0): info
-            for info in step_checkpoints(self.folder)
-            if info.run_id == run_id
-        }
-
 
 def _places(run: dict[Place, CheckpointInfo], path: str | os.PathLike[str] | None) -> set[Place]:
     if path is None:
         return set()
     real = os.path.realpath(path)
     return {place for place, info in run.items() if os.path.realpath(info.path) == real}
-
-
-def _newest_verified(run: dict[Place, CheckpointInfo]) -> set[Place]:
-    for place in sorted(run, reverse=True):
-        try:
-            verify_checkpoint(run[place].path)
-        except CheckpointError:
-            continue
-        return {place}
-    return set()
 
 
 def _freed_bytes(paths: Collection[Path]) -> Iterator[int]:

@@ -1,0 +1,123 @@
+"""Two trainings and one folder of checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inprocess import NotedToy, Stop, StopAfter, loader, make_trainer, plugin, save_some
+from lightning.pytorch.callbacks import Callback
+from toy import Job, assert_same, run, saved_steps
+
+from lightning_resume import FolderLockedError, scan_checkpoints
+from lightning_resume.lock import FolderLock
+
+HOLD = "import sys; from lightning_resume.lock import FolderLock as L; l = L(sys.argv[1]); l.acquire(); print('held', "
+HOLD += "flush=True); sys.stdin.read()"
+
+
+class FitsAgain(Callback):
+    """Starts another fit in the same folder in the middle of the first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.error: FolderLockedError | None = None
+        self.module = NotedToy()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.error is None:
+            with pytest.raises(FolderLockedError) as caught:
+                make_trainer(self.folder, plugin(self.folder)).fit(self.module, loader(), ckpt_path="last")
+            self.error = caught.value
+
+
+def contents(folder: Path) -> dict[str, int]:
+    """Names and modification times of all that is in a folder."""
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_second_writer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """The error names the first one; when that is killed, the same command goes on."""
+    folder = tmp_path / "ck"
+    save_some(folder)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    before, module = contents(folder), NotedToy()
+
+    with pytest.raises(FolderLockedError) as caught:
+        make_trainer(tmp_path, plugin(folder)).fit(module, loader(), ckpt_path="last")
+    after = contents(folder)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    make_trainer(tmp_path, plugin(folder)).fit(module, loader(), ckpt_path="last")
+
+    assert (caught.value.folder, caught.value.pid) == (str(folder), process.pid)
+    assert after == before
+    assert [row["step"] for row in module.rows] == list(range(8, 16))
+    assert not (folder / ".lock").exists()
+
+
+def test_a_second_trainer_of_the_same_process_is_refused(tmp_path: Path) -> None:
+    """While the first one trains; the first one is not disturbed."""
+    again = FitsAgain(tmp_path / "ck")
+
+    make_trainer(tmp_path, again, plugin(tmp_path / "ck"), max_epochs=1).fit(NotedToy(), loader())
+
+    assert again.error.pid == os.getpid()
+    assert again.module.rows == []
+    assert saved_steps(tmp_path / "ck") == list(range(9))
+
+
+def test_the_folder_is_free_after_an_error(tmp_path: Path) -> None:
+    """Also for the same Trainer, and for another one."""
+    folder = tmp_path / "ck"
+    trainer = make_trainer(tmp_path, StopAfter(2), plugin(folder))
+    with pytest.raises(Stop):
+        trainer.fit(NotedToy(), loader())
+
+    is_free = not (folder / ".lock").exists()
+    make_trainer(tmp_path, plugin(folder), max_epochs=1).fit(NotedToy(), loader(), ckpt_path="last")
+
+    assert is_free
+    assert saved_steps(folder)[-1] == 8
+
+
+def test_a_killed_training_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """Its lock file stays behind, and the resume is exact; in the end the file is gone."""
+    job = Job(loader={"num_workers": 2})
+    baseline = run(job, tmp_path / "base")
+
+    killed = run(job, tmp_path / "work", kill_after=3)
+    left = (killed.folder / ".lock").exists()
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert left
+    assert_same(baseline, resumed, start=3)
+    assert not (killed.folder / ".lock").exists()
+    assert all(info.status == "good" for info in scan_checkpoints(killed.folder))
+
+
+def test_validating_needs_no_lock(tmp_path: Path) -> None:
+    """Whoever only reads a checkpoint is not refused, and neither is a dry run."""
+    folder = tmp_path / "ck"
+    save_some(folder)
+    with FolderLock(folder):
+        make_trainer(tmp_path, plugin(folder)).validate(NotedToy(), loader(), ckpt_path=str(folder / "step-00000008"))
+        make_trainer(tmp_path, plugin(folder), fast_dev_run=True).fit(NotedToy(), loader())
+
+    assert saved_steps(folder) == list(range(9))
+
+
+def test_two_folders_are_two_locks(tmp_path: Path) -> None:
+    """Trainings in folders of their own do not meet."""
+    with FolderLock(tmp_path):
+        save_some(tmp_path / "ck")
+
+    assert saved_steps(tmp_path / "ck") == list(range(9))
