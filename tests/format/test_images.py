@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_frozen_schemas import Point, schema_1_ranks, schema_1_state
+from test_frozen_schemas import Point, frozen_ranks, frozen_state
 from torch import nn
 
 from lightning_resume.catalog import prune_checkpoints
@@ -64,7 +64,7 @@ def test_an_image_gives_the_same_files_as_the_state_itself(threads: int, tmp_pat
     register_type(Point, name="frozen.Point")
     floats = torch.tensor([0x7FC00001, 0x7F800001, 0xFFC00000, 0x80000000], dtype=torch.uint32).view(torch.float32)
     value = {
-        **schema_1_state(),
+        **frozen_state(),
         "more": [
             *[floats, floats.reshape(2, 2).t(), floats.view(torch.bfloat16)[::2], floats.to(torch.complex64).conj()],
             *[torch.arange(4, dtype=torch.uint8).view(torch.bool), torch.arange(6).to(torch.uint16).view(2, 3).t()],
@@ -73,8 +73,8 @@ def test_an_image_gives_the_same_files_as_the_state_itself(threads: int, tmp_pat
             torch.ones(3, dtype=torch.complex128)._neg_view(),
         ],
     }
-    direct = prepare_checkpoint(tmp_path / "direct", value, rank_states=schema_1_ranks(), max_shard_bytes=100).commit()
-    copied = prepare_checkpoint(tmp_path / "copied", value, rank_states=schema_1_ranks(), max_shard_bytes=100)
+    direct = prepare_checkpoint(tmp_path / "direct", value, rank_states=frozen_ranks(), max_shard_bytes=100).commit()
+    copied = prepare_checkpoint(tmp_path / "copied", value, rank_states=frozen_ranks(), max_shard_bytes=100)
 
     copied.copy_into(Image())
     index = copied.commit()
