@@ -1,1 +1,1 @@
-"""Measurements. Run them from the repository's root: `python -m benchmarks.idle`."""
+"""Measurements. Run them from the repository's root: `python -m benchmarks`, `python -m benchmarks.idle`."""

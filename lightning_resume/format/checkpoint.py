@@ -16,7 +16,8 @@ from lightning_resume.format.index import CheckpointIndex
 from lightning_resume.format.migrate import migrate_checkpoint
 from lightning_resume.format.prepared import RANK_STATE_KEY, prepare_checkpoint, require_little_endian
 from lightning_resume.format.registry import DECODERS, register_type
-from lightning_resume.format.shards import read_group
+from lightning_resume.format.shards import read_groups
+from lightning_resume.format.skeleton import references
 from lightning_resume.format.tree import DecodeWalk, decode_state
 from lightning_resume.format.verify import load_index, load_state, read_index, require_weight_map, verify_checkpoint
 
@@ -165,22 +166,19 @@ def _decode(
     wanted: Callable[[str], bool] | None,
     verify: bool,
 ) -> dict[str, Any]:
-    loaded: dict[str, dict[str, torch.Tensor]] = {}
+    nodes = load_state(files, index, file, verify=verify)
+    needed = set(groups)  # also one that nothing refers to: all of the files are vouched for
+    if wanted is not None:
+        nodes = {key: node for key, node in nodes.items() if wanted(key)}
+        needed &= {reference.group for reference in references(list(nodes.values()))}
+    shards = {group: {name: index.files[name] for name in index.shards(group)} for group in groups if group in needed}
+    loaded = read_groups(files, shards, verify=verify)
+    if "model" in loaded:
+        require_weight_map(files, index, loaded["model"][1], verify=verify)
 
     def load(group: str) -> dict[str, torch.Tensor]:
         if group not in loaded:
-            if group not in groups:
-                raise ValueError(f"a reference to data in {group!r}")
-            shards = {name: index.files[name] for name in index.shards(group)}
-            loaded[group], places = read_group(files, shards, verify=verify)
-            if group == "model":
-                require_weight_map(files, index, places, verify=verify)
-        return loaded[group]
+            raise ValueError(f"a reference to data in {group!r}")
+        return loaded[group][0]
 
-    nodes = load_state(files, index, file, verify=verify)
-    if wanted is None:
-        for group in groups:  # also one that nothing refers to: all of the files are vouched for
-            load(group)
-    else:
-        nodes = {key: node for key, node in nodes.items() if wanted(key)}
     return decode_state(DecodeWalk(DECODERS, load), nodes, files.shown, file)

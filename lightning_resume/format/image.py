@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
+from lightning_resume.format.links import KeptFile
 from lightning_resume.format.output import ALIGNMENT
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The size, rounded up to whole pages."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Image:
     """One piece of memory, cut anew for each save; it grows when it has to, and is never kept twice.
 
     Forked children do not see it: otherwise each of their lives would make the next save copy all of its pages.
+
+    Attributes:
+        version: how many times it was divided.
+        kept: name → the file of a committed checkpoint that has the bytes which lie in the image under that name.
     """
 
     def __init__(self) -> None:
         """Has no memory yet."""
+        self.version = 0
+        self.kept: dict[str, KeptFile] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -26,24 +39,30 @@ class Image:
         """Size of the memory."""
         return self._bytes.numel()
 
-    def divide(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def divide(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Pieces of these sizes, each at the beginning of a page. What earlier pieces hold is overwritten with them.
 
+        A piece that lies where the one of the same name and size lay the last time holds the bytes of that time, and
+        its entry of `kept` stays; the others' are dropped.
+
         Args:
-            sizes: in bytes.
+            sizes: name → bytes.
 
         Returns:
-            Tensors of uint8.
+            Name → tensor of uint8.
 
         Raises:
             MemoryError: there is no memory for them.
         """
-        begins, end = [], 0
-        for size in sizes:
-            begins.append(end)
-            end += -(-size // ALIGNMENT) * ALIGNMENT
+        places, end = {}, 0
+        for name, size in sizes.items():
+            places[name] = (end, size)
+            end += whole_pages(size)
+        self.version += 1
         self.reserve(end)
-        return [self._bytes[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        self.kept = {name: file for name, file in self.kept.items() if self._places.get(name) == places.get(name)}
+        self._places = places
+        return {name: self._bytes[begin : begin + size] for name, (begin, size) in places.items()}
 
     def reserve(self, num_bytes: int) -> None:
         """Makes the memory at least so large, and touches its pages.
@@ -53,6 +72,7 @@ class Image:
         """
         if num_bytes <= self.num_bytes:
             return
+        self.kept = {}
         self._bytes = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
         try:
             memory = mmap.mmap(-1, num_bytes)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_resume.format.blobs import Blob
 from lightning_resume.format.blocks import Block, Buffer, gathered_blocks, image_blocks
 from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.header import DTYPE_BYTES, build_header
+from lightning_resume.format.index import FileEntry
 from lightning_resume.format.strict_json import dump_json
 from lightning_resume.format.verify import WEIGHT_MAP_NAME
 
@@ -16,6 +18,8 @@ from lightning_resume.format.verify import WEIGHT_MAP_NAME
 HEADER_BUDGET_BYTES = 8_000_000
 ENTRY_BYTES = 200  # what an entry takes in the header besides its name and shape, rounded up
 MAX_SHARDS = 99_999
+BALANCED_BYTES = 128 * 2**20
+FROZEN_BYTES = 8 * 2**20
 
 
 @dataclass(eq=False, slots=True)
@@ -26,41 +30,70 @@ class PlannedFile:
         name: its name in the checkpoint directory.
         parts: its contents, in order: bytes, and data that is still where it was met.
         num_bytes: its size.
+        is_frozen: whether its contents are expected not to change from save to save.
         image: all of its bytes, once they were copied; from then on `parts` is not looked at.
     """
 
     name: str
     parts: list[Part]
+    is_frozen: bool = False
     num_bytes: int = field(init=False)
     image: memoryview | None = None
 
     def __post_init__(self) -> None:
         self.num_bytes = sum(map(part_bytes, self.parts))
 
+    def has_contents(self, entry: FileEntry) -> bool:
+        """Whether the file, of which an earlier version is known, is still the same.
+
+        With an image that was compared; otherwise frozen files are hashed, and all others are taken to have changed.
+        """
+        if entry.num_bytes != self.num_bytes:
+            return False
+        if self.image is not None:
+            return True
+        if not self.is_frozen:
+            return False
+        buffer, digest = Buffer(), hashlib.sha256()
+        for block in self.blocks(lambda: buffer):
+            digest.update(block.data)
+        return digest.hexdigest() == entry.sha256
+
     def blocks(self, take: Callable[[], Buffer]) -> Iterator[Block]:
         """The file's bytes, block after block; see `gathered_blocks`."""
         return image_blocks(self.image) if self.image is not None else gathered_blocks(self.parts, take)
 
 
-def plan_group(group: str, blobs: Sequence[Blob], max_shard_bytes: int) -> list[PlannedFile]:
+def plan_group(
+    group: str, blobs: Sequence[Blob], max_shard_bytes: int, frozen: Collection[str] = ()
+) -> list[PlannedFile]:
     """The files of a group.
 
     Args:
         group: "model", "optimizer", "state" or "rank-00000".
         blobs: named; with none of them a file without tensors is planned.
-        max_shard_bytes: data bytes of a shard with more than one tensor.
+        max_shard_bytes: data bytes of a shard with more than one tensor. All but the model's trained tensors are cut
+            into shards of a sixteenth of the group, though of no less than 128 MiB: each is hashed by one thread.
+        frozen: names of tensors that are expected not to change. From 8 MiB on they are kept apart, in files that
+            need not be written again.
 
     Raises:
         ValueError: there would be too many of them.
     """
-    shards = plan_shards(blobs, max_shard_bytes) or [[]]
+    balanced_bytes = min(max_shard_bytes, max(BALANCED_BYTES, sum(blob.num_bytes for blob in blobs) // 16))
+    apart = [blob for blob in blobs if blob.name in frozen] if frozen else []
+    if sum(blob.num_bytes for blob in apart) < FROZEN_BYTES or len(apart) == len(blobs):
+        apart = []
+    frozen_shards = plan_shards(apart, balanced_bytes)
+    others = [blob for blob in blobs if blob.name not in frozen] if apart else blobs
+    shards = frozen_shards + plan_shards(others, max_shard_bytes if group == "model" else balanced_bytes) or [[]]
     if len(shards) > MAX_SHARDS:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} would make {len(shards)} shards, more than {MAX_SHARDS}")
     files: list[PlannedFile] = []
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.append(PlannedFile(name, _parts(shard)))
+        files.append(PlannedFile(name, _parts(shard), is_frozen=number <= len(frozen_shards)))
         weight_map.update((blob.name, name) for blob in shard)
     if group == "model" and len(shards) > 1:
         total = sum(blob.num_bytes for blob in blobs)

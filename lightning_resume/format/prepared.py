@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,18 @@ from lightning_resume.format.blobs import BlobStore
 from lightning_resume.format.codecs import is_plain_text
 from lightning_resume.format.durable import commit_directory, require_replaceable, write_file
 from lightning_resume.format.gather import copy_files
-from lightning_resume.format.image import Image
+from lightning_resume.format.image import Image, whole_pages
 from lightning_resume.format.index import INDEX_NAME, KINDS, CheckpointIndex, FileEntry, index_to_bytes
 from lightning_resume.format.lanes import write_files
+from lightning_resume.format.links import KeptFile, keep_file, link_file
 from lightning_resume.format.planned import PlannedFile, plan_group
 from lightning_resume.format.registry import find_encoder
 from lightning_resume.format.skeleton import state_to_bytes
-from lightning_resume.format.threads import default_threads
+from lightning_resume.format.threads import default_threads, for_each
 from lightning_resume.format.tree import EncodeWalk
 
 RANK_STATE_KEY = "rank_state"
+LINKED_BYTES = 2**20  # a smaller file is written in no time
 
 
 class PreparedCheckpoint:
@@ -41,6 +43,7 @@ class PreparedCheckpoint:
     Attributes:
         path: the directory to be, absolute.
         num_bytes: size of all files but the index.
+        image_bytes: what they take in an image, where each begins at a page.
     """
 
     def __init__(self, path: Path, draft: CheckpointIndex, files: list[PlannedFile], overwrite: bool) -> None:
@@ -49,27 +52,47 @@ class PreparedCheckpoint:
         self._draft = draft
         self._files = files
         self._overwrite = overwrite
+        self._image: Image | None = None
+        self._image_version = 0
         self.num_bytes = sum(file.num_bytes for file in files)
+        self.image_bytes = sum(whole_pages(file.num_bytes) for file in files)
 
     def copy_into(self, image: Image) -> None:
         """Copies all data into the image, from which it will be written; whatever was in there is overwritten.
+
+        A file whose bytes are found in the image already, where the save before had left them, will be linked from
+        that checkpoint instead of written, if it is still there.
+
+        Args:
+            image: not used by a save that is not committed yet.
 
         Raises:
             UnsupportedStateError: a value changed its size since it was prepared.
             MemoryError: there is no memory for an image.
         """
         with paused_collection():
-            places = image.divide([file.num_bytes for file in self._files])
-            copy_files([(file.parts, place) for file, place in zip(self._files, places, strict=True)])
-            for file, place in zip(self._files, places, strict=True):
-                file.image, file.parts = place.numpy().data, []
+            places = image.divide({file.name: file.num_bytes for file in self._files})
+            kept, image.kept = image.kept, {}  # void, should the copying fail
+            contents = [(file.parts, places[file.name]) for file in self._files]
+            compare = {number for number, file in enumerate(self._files) if file.name in kept}
+            is_equal = copy_files(contents, compare=compare)
+            image.kept = {file.name: kept[file.name] for file, same in zip(self._files, is_equal, strict=True) if same}
+            for file in self._files:
+                file.image, file.parts = places[file.name].numpy().data, []
+        self._image, self._image_version = image, image.version
 
-    def commit(self, num_threads: int | None = None) -> CheckpointIndex:
+    def _require_own_image(self) -> None:
+        if self._image is not None and self._image.version != self._image_version:
+            raise RuntimeError(f"the image of {os.fspath(self.path)!r} was filled again before it was committed")
+
+    def commit(self, num_threads: int | None = None, kept: dict[str, KeptFile] | None = None) -> CheckpointIndex:
         """Writes the files and makes the directory appear at its path, whole and durable, or not at all.
 
         Args:
             num_threads: threads that hash, each with another beside it that writes; by default one for each core, up
                 to four. One is enough in the background: two would take the training's cores from it.
+            kept: where there is no image, what the last commit left in it: frozen files (see `prepare_checkpoint`)
+                of the same digest are linked. Filled anew.
 
         Returns:
             The index, as it is on disk.
@@ -77,17 +100,38 @@ class PreparedCheckpoint:
         Raises:
             CheckpointExistsError, CheckpointWriteError, UnsupportedStateError: as `write_checkpoint` says.
         """
+        self._require_own_image()
+        known = self._image.kept if self._image is not None else {} if kept is None else kept
+        written: dict[str, KeptFile] = {}
         try:
-            fill = functools.partial(self._fill, num_threads=num_threads or default_threads())
-            return commit_directory(self.path, fill, overwrite=self._overwrite)
+            fill = functools.partial(self._fill, num_threads or default_threads(), known, written)
+            index = commit_directory(self.path, fill, overwrite=self._overwrite)
         except ResumeError:
             raise
         except OSError as error:
             raise CheckpointWriteError(self.path, error) from error
+        known.clear()
+        known.update(written)
+        return index
 
-    def _fill(self, directory: Path, num_threads: int) -> CheckpointIndex:
-        files = write_files(directory, self._files, num_threads)
-        index, data = index_to_bytes(self._draft.with_files(files))
+    def _fill(
+        self, num_threads: int, known: Mapping[str, KeptFile], written: dict[str, KeptFile], directory: Path
+    ) -> CheckpointIndex:
+        linked: dict[str, FileEntry] = {}
+
+        def link(file: PlannedFile) -> None:
+            before = known[file.name]
+            if file.has_contents(before.entry) and link_file(before, directory / file.name):
+                linked[file.name] = before.entry
+
+        for_each([file for file in self._files if file.name in known], link, num_threads)
+        entries = write_files(directory, [file for file in self._files if file.name not in linked], num_threads)
+        entries = {file.name: linked.get(file.name) or entries[file.name] for file in self._files}
+        self._require_own_image()
+        for name, entry in entries.items():
+            if entry.num_bytes >= LINKED_BYTES:
+                written[name] = keep_file(directory / name, entry, self.path / name)
+        index, data = index_to_bytes(self._draft.with_files(entries))
         write_file(directory / INDEX_NAME, data)
         return index
 
@@ -107,8 +151,13 @@ def prepare_checkpoint(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = 2**30,
     overwrite: bool = False,
+    frozen: Collection[str] = (),
 ) -> PreparedCheckpoint:
-    """Encodes a state and plans its files; creates nothing. Arguments and errors are those of `write_checkpoint`."""
+    """Encodes a state and plans its files; creates nothing. Arguments and errors are those of `write_checkpoint`.
+
+    `frozen` names the model's tensors that are expected not to change from save to save. They get files of their own,
+    which need not be written again. Whether they changed is found by their contents: a wrong name costs time only.
+    """
     target = _target(path)
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is none of {', '.join(KINDS)}")
@@ -122,7 +171,7 @@ def prepare_checkpoint(
     except OSError as error:
         raise CheckpointWriteError(path, error) from error
     with paused_collection():
-        files = _encode(state, model_key, optimizer_key, rank_states, max_shard_bytes)
+        files = _encode(state, model_key, optimizer_key, rank_states, max_shard_bytes, frozenset(frozen))
     draft = CheckpointIndex(
         kind=kind,
         files={},
@@ -144,6 +193,7 @@ def _encode(
     optimizer_key: str,
     rank_states: Sequence[Mapping[str, Any]],
     max_shard_bytes: int,
+    frozen: Collection[str],
 ) -> list[PlannedFile]:
     if rank_states and RANK_STATE_KEY in state:
         raise UnsupportedStateError(RANK_STATE_KEY, "the key is where a rank's own state will be", "Rename it.")
@@ -154,7 +204,7 @@ def _encode(
     files: list[PlannedFile] = []
     for store, _ in encoded:
         for group, blobs in store.groups.items():
-            files += plan_group(group, blobs, max_shard_bytes)
+            files += plan_group(group, blobs, max_shard_bytes, frozen if group == "model" else ())
     if model_key in state and "model" not in encoded[0][0].groups:
         files += plan_group("model", [], max_shard_bytes)
     return files + [text for _, text in encoded]

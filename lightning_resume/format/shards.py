@@ -1,44 +1,61 @@
-"""Safetensors shards read into memory, in one pass with a check of their digest."""
+"""Safetensors shards read into memory, several at once, each in one pass with a check of its digest."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
 
 import torch
 
 from lightning_resume.errors import CorruptCheckpointError
-from lightning_resume.format.contained import CheckpointFiles
+from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
 from lightning_resume.format.header import Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
+from lightning_resume.format.memory import advise_huge_pages
 from lightning_resume.format.tensors import TORCH_DTYPES
+from lightning_resume.format.threads import for_each, threads_for
 
-READ_BLOCK_BYTES = 4 * 2**20
+LARGE_BYTES = 2**20  # smaller tensors are read together
 
 
-def read_group(
-    files: CheckpointFiles, shards: Mapping[str, FileEntry], *, verify: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Reads all shards of a group.
+def read_groups(
+    files: CheckpointFiles, groups: Mapping[str, Mapping[str, FileEntry]], *, verify: bool
+) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
+    """Reads all shards of some groups, on as many threads as there are cores, up to four.
 
     Args:
         files: the open checkpoint.
-        shards: file name → size and digest.
+        groups: group → file name → size and digest.
         verify: compare the digests.
 
     Returns:
-        Tensor name → tensor, with memory of its own; tensor name → file name.
+        Group → (tensor name → tensor, with memory of its own; tensor name → file name).
 
     Raises:
         CorruptCheckpointError: a file is not what was written.
         CheckpointReadError: the operating system could not read it.
     """
+    entries = {name: entry for shards in groups.values() for name, entry in shards.items()}
+    read: dict[str, dict[str, torch.Tensor]] = {}
+
+    def read_one(name: str) -> None:
+        read[name] = read_shard(files, name, entries[name], verify=verify)
+
+    largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
+    for_each(largest_first, read_one, threads_for(entry.num_bytes for entry in entries.values()))
+    return {group: _merge(files, {name: read[name] for name in shards}) for group, shards in groups.items()}
+
+
+def _merge(
+    files: CheckpointFiles, shards: Mapping[str, Mapping[str, torch.Tensor]]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
-    for name, entry in shards.items():
-        for key, tensor in read_shard(files, name, entry, verify=verify).items():
+    for name, shard in shards.items():
+        for key, tensor in shard.items():
             if key in tensors:
                 raise CorruptCheckpointError(files.shown, name, "tensor names of its own", f"again {key!r}")
             tensors[key] = tensor
@@ -47,18 +64,19 @@ def read_group(
 
 
 def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool) -> dict[str, torch.Tensor]:
-    """Reads one file: plain reads into memory that is allocated for it, hashed on the way."""
+    """Reads one file: plain reads into memory that is allocated for it, hashed on the way.
+
+    The file is not mapped: one that is cut short meanwhile would end the process. Each tensor has a piece of memory
+    that is aligned as torch's own are: the last bits of a product can depend on that.
+    """
     digest = hashlib.sha256()
-    tensors: dict[str, torch.Tensor] = {}
     with files.open(name) as (raw, num_bytes):
         files.require_size(name, entry, num_bytes)
         try:
             header, text = read_header(raw, num_bytes)
             if verify:
                 digest.update(text)
-            reader = _BlockReader(raw, digest if verify else None)
-            for item in header.entries:
-                tensors[item.name] = _read_tensor(reader, item)
+            tensors = _read_tensors(raw, header.entries, digest if verify else None)
         except ValueError as error:
             raise CorruptCheckpointError(files.shown, name, "a whole safetensors file", str(error)) from error
     if verify:
@@ -66,44 +84,57 @@ def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: b
     return tensors
 
 
-def _read_tensor(reader: _BlockReader, entry: Entry) -> torch.Tensor:
+def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict[str, torch.Tensor]:
+    """All tensors of a file that stands where its data begins."""
+    tensors: dict[str, torch.Tensor] = {}
+    block = torch.empty(0, dtype=torch.uint8, device="cpu")
+    together: list[tuple[torch.Tensor, int]] = []
+    begin = 0
+    for entry in entries:
+        tensor = tensors[entry.name] = _empty(entry)
+        num_bytes = entry.end - entry.begin
+        if together and (num_bytes >= LARGE_BYTES or entry.end - begin > READ_BLOCK_BYTES):
+            block = _read_together(file, together, block, digest)
+            together = []
+        if num_bytes >= LARGE_BYTES:
+            advise_huge_pages(tensor.data_ptr(), num_bytes)
+            _read_whole(file, tensor.reshape(-1).view(torch.uint8).numpy().data, digest)
+        else:
+            if not together:
+                begin = entry.begin
+            together.append((tensor, num_bytes))
+    if together:
+        _read_together(file, together, block, digest)
+    return tensors
+
+
+def _empty(entry: Entry) -> torch.Tensor:
     if math.prod(max(size, 1) for size in entry.shape) >= 2**62:
         raise ValueError(f"a shape of {entry.name!r} that no tensor can have")
-    tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
-    if tensor.numel():
-        reader.read_into(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return tensor
+    return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
 
 
-class _BlockReader:
-    """Reads a file in order; small reads are served from one block, large ones go straight to their memory."""
+def _read_whole(file: BinaryIO, view: memoryview, digest: Any) -> None:
+    for begin in range(0, len(view), READ_BLOCK_BYTES):  # hashed while it is still in the processor's cache
+        part = view[begin : begin + READ_BLOCK_BYTES]
+        read_into(file, part)
+        if digest is not None:
+            digest.update(part)
 
-    def __init__(self, file: Any, digest: Any) -> None:
-        self._file = file
-        self._digest = digest
-        self._block = memoryview(bytearray(READ_BLOCK_BYTES))
-        self._left = self._block[:0]
 
-    def read_into(self, view: memoryview) -> None:
-        taken = min(len(view), len(self._left))
-        view[:taken] = self._left[:taken]
-        self._left = self._left[taken:]
-        view = view[taken:]
-        while len(view) >= READ_BLOCK_BYTES:
-            part, view = view[:READ_BLOCK_BYTES], view[READ_BLOCK_BYTES:]
-            read_into(self._file, part)
-            self._hash(part)
-        while view:
-            count = self._file.readinto(self._block)
-            if not count:
-                raise ValueError(f"the file ends {len(view)} bytes too early")
-            self._left = self._block[:count]
-            self._hash(self._left)
-            taken = min(len(view), count)
-            view[:taken] = self._left[:taken]
-            self._left = self._left[taken:]
-            view = view[taken:]
-
-    def _hash(self, part: memoryview) -> None:
-        if self._digest is not None:
-            self._digest.update(part)
+def _read_together(
+    file: BinaryIO, together: Sequence[tuple[torch.Tensor, int]], block: torch.Tensor, digest: Any
+) -> torch.Tensor:
+    """Reads neighbours by one call, by way of a block; returns the block for the next time."""
+    total = sum(num_bytes for _, num_bytes in together)
+    if total > block.numel():
+        block = torch.empty(total, dtype=torch.uint8, device="cpu")
+    view = block.numpy().data[:total]
+    read_into(file, view)
+    if digest is not None:
+        digest.update(view)
+    place = block.data_ptr()
+    for tensor, num_bytes in together:
+        ctypes.memmove(tensor.data_ptr(), place, num_bytes)
+        place += num_bytes
+    return block

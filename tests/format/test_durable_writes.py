@@ -18,9 +18,11 @@ import torch
 
 from lightning_resume.catalog import clean_incomplete, newest_good, prune_checkpoints, scan_checkpoints
 from lightning_resume.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointWriteError
-from lightning_resume.format import blocks, contained, lanes, output
+from lightning_resume.format import blocks, contained, lanes, output, planned, prepared
 from lightning_resume.format.checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
 from lightning_resume.format.hidden import parse_hidden
+from lightning_resume.format.image import Image
+from lightning_resume.format.prepared import prepare_checkpoint
 
 SIZE = 50
 SHARD_BYTES = 200
@@ -134,7 +136,7 @@ def test_the_ladder_of_a_save(tmp_path: Path) -> None:
     def note(number: int, name: str, arguments: tuple[Any, ...]) -> None:
         if name == "fsync":
             steps.append((name, Path(os.readlink(f"/proc/self/fd/{arguments[0]}")).name))
-        elif name in ("rename", "unlink", "rmdir"):
+        elif name in ("rename", "unlink", "rmdir", "link"):
             steps.append((name, Path(arguments[-1]).name))
 
     with intercepted(note) as calls:
@@ -288,6 +290,45 @@ def test_a_failure_at_any_file_operation_of_an_overwrite_leaves_the_old_or_the_n
     assert seen == {(True, 1.0), (True, 2.0), (False, 2.0)}  # in turn: before, at the parent's fsync, while tidying
 
 
+def save_twice(root: Path) -> None:
+    """Saves by way of an image, then again: what is frozen is linked."""
+    place, frozen = Image(), {"a": torch.ones(50), "b": torch.ones(50)}
+    for step in (1, 2):
+        value = {"state_dict": {**frozen, "c": torch.full((9,), float(step))}, "step": step}
+        target = root / f"step-{step:08d}"
+        checkpoint = prepare_checkpoint(target, value, frozen=frozen, counters={"global_step": step})
+        checkpoint.copy_into(place)
+        checkpoint.commit()
+
+
+@pytest.mark.parametrize("is_kill", [True, False], ids=["kill", "EIO"])
+def test_a_save_that_links_can_end_at_any_file_operation(is_kill: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """Killed or failing: what was committed is whole, the frozen file is one for both, a refused link is no failure."""
+    monkeypatch.setattr(planned, "FROZEN_BYTES", 1)
+    monkeypatch.setattr(prepared, "LINKED_BYTES", 1)
+    with intercepted(lambda number, name, arguments: None) as calls:
+        save_twice(tmp_path / "measure")
+    names = [name for name, _ in calls]
+    first = names.index("rename") + 4  # the parent's fsync is over
+    newest = set()
+
+    for number in range(first, len(names) + 1):
+        root = tmp_path / str(number)
+        if is_kill:
+            assert killed_child(lambda root=root: save_twice(root), number) == 137
+        else:
+            with intercepted(fail_at(number, len(names), errno.EIO)), suppress(CheckpointWriteError):
+                save_twice(root)
+        found = newest_good(root, verify=True)
+
+        assert found is not None
+        assert read_checkpoint(found.path)["step"] == found.global_step
+        assert verify_checkpoint(root / "step-00000001")
+        newest.add(found.global_step)
+    assert names.count("link") == 2  # the frozen shard, and the weight map
+    assert newest == {1, 2}
+
+
 def test_an_overwrite_after_a_cut_short_one_keeps_no_older_version(tmp_path: Path) -> None:
     """Left-over versions never come back once there is a newer one."""
     save(tmp_path / "measure", 1.0)
@@ -384,6 +425,10 @@ def test_a_file_system_without_unbuffered_writing_is_no_obstacle(
     def set_direct(file: output.OutputFile, is_direct: bool) -> bool:
         return False if is_direct and refused_at == "the switch" else real_set(file, is_direct)
 
+    probe = output.OutputFile(tmp_path / "probe", is_direct=True)
+    probe.abandon()
+    if not probe._is_direct:
+        pytest.skip("this file system has no unbuffered writing")
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(output.OutputFile, "_set_direct", set_direct)
     value = {"state_dict": {"a": torch.arange(5 * 2**20 + 1)}}

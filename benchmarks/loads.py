@@ -1,0 +1,105 @@
+"""The contenders that load a state into tensors that are there, from files that the page cache holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.states import State, tensors_of
+from lightning_resume.format.checkpoint import read_checkpoint, write_checkpoint
+
+BLOCK_BYTES = 4 * 2**20
+
+
+class Loads:
+    """Files of one state, and the contenders that read them.
+
+    Args:
+        state: is saved in each format first, and loaded into.
+        folder: for the files.
+    """
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self.state, self.folder = state, folder
+        self.live = dict(tensors_of(state))
+        torch.save(state, folder / "state.pt")
+        save_file({name: tensor.contiguous() for name, tensor in self.live.items()}, folder / "state.safetensors")
+        self.index = write_checkpoint(folder / "ours", state)
+        self.resident = np.ones(max(tensor.nbytes for tensor in self.live.values()), np.uint8)
+
+    def files(self) -> list[Path]:
+        """Every file of ours."""
+        return [path for path in (self.folder / "ours").iterdir()]
+
+    def torch_load(self, folder: Path) -> None:
+        self._copy(torch.load(self.folder / "state.pt", weights_only=True))
+
+    def load_file(self, folder: Path) -> None:
+        self._copy(load_file(self.folder / "state.safetensors"))
+
+    def raw_read(self, folder: Path) -> None:
+        self._read(None, self.files())
+
+    def sha256_pass(self, folder: Path) -> None:
+        """Of all files, on two threads: the longest first, each thread takes the next one."""
+        longest_first = sorted(self.files(), key=lambda path: -path.stat().st_size)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda path: self._read(hashlib.sha256(), [path]), longest_first))
+
+    def ours(self, folder: Path) -> None:
+        self._copy(read_checkpoint(self.folder / "ours"))
+
+    def contenders(self) -> dict[str, Callable[[Path], None]]:
+        """By name, in the order of their turns."""
+        return {
+            "raw read": self.raw_read,
+            "sha256 pass on 2 threads": self.sha256_pass,
+            "torch.load + copy": self.torch_load,
+            "load_file + copy": self.load_file,
+            "ours, verified + copy": self.ours,
+        }
+
+    def cold(self) -> dict[str, Callable[[Path], None]]:
+        """The same two, with nothing of the files in the page cache."""
+
+        def forget(load: Callable[[Path], None]) -> Callable[[Path], None]:
+            def run(folder: Path) -> None:
+                for path in self.files():
+                    fd = os.open(path, os.O_RDONLY)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(fd)
+                load(folder)
+
+            return run
+
+        return {"raw read, cold": forget(self.raw_read), "ours, cold": forget(self.ours)}
+
+    def weights_read_ratio(self) -> float:
+        """Bytes that are read for the weights alone, in relation to their size."""
+        before = _bytes_read()
+        read_checkpoint(self.folder / "ours", keys={"state_dict"})
+        return (_bytes_read() - before) / sum(tensor.nbytes for tensor in self.state["state_dict"].values())
+
+    def _copy(self, loaded: State) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors_of(loaded):
+                self.live[name].copy_(tensor)
+
+    def _read(self, digest: hashlib._Hash | None, paths: list[Path]) -> None:
+        block = bytearray(BLOCK_BYTES)
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(block):
+                    if digest is not None:
+                        digest.update(memoryview(block)[:count])
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])

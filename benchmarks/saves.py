@@ -1,0 +1,151 @@
+"""The contenders that save a state. Each is called with an empty folder, and may return parts of its time by name."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from safetensors.torch import save_file
+
+from benchmarks.states import State, tensors_of
+from lightning_resume.format.image import Image
+from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
+
+BLOCK_BYTES = 8 * 2**20
+Contender = Callable[[Path], dict[str, float] | None]
+
+
+class Raw:
+    """What the hardware can do with as many bytes, in memory that was used before."""
+
+    def __init__(self, num_bytes: int) -> None:
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._maps = [mmap.mmap(-1, size) for _ in range(2)]
+        self._from, self._to = (np.frombuffer(memory, np.uint8) for memory in self._maps)
+        self._from.fill(1)
+        self._to.fill(2)
+
+    def copy(self, folder: Path) -> None:
+        """One memcpy on one thread."""
+        np.copyto(self._to, self._from)
+
+    def write_direct(self, folder: Path) -> None:
+        """One file past the page cache, where the file system has that, and fdatasync."""
+        fd = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        self._write(fd)
+
+    def write_buffered(self, folder: Path) -> None:
+        """One file through the page cache, and fsync."""
+        self._write(os.open(folder / "raw", os.O_WRONLY | os.O_CREAT))
+
+    def _write(self, fd: int) -> None:
+        view = memoryview(self._maps[0])
+        for begin in range(0, len(view), BLOCK_BYTES):
+            os.write(fd, view[begin : begin + BLOCK_BYTES])
+        os.fdatasync(fd)
+        os.close(fd)
+
+
+def sync(path: Path) -> None:
+    """Makes a file that another library wrote durable."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+class Saves:
+    """All contenders for one state.
+
+    Args:
+        state: what is saved.
+        frozen: names in it that are expected not to change.
+    """
+
+    def __init__(self, state: State, frozen: list[str] | None = None) -> None:
+        self.state, self.frozen, self.image = state, frozen or [], Image()
+
+    def torch_save(self, folder: Path) -> None:
+        torch.save(self.state, folder / "state.pt")
+        sync(folder / "state.pt")
+
+    def save_file(self, folder: Path) -> None:
+        path = folder / "state.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors_of(self.state)}, path)
+        sync(path)
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+
+    def lightning(self, folder: Path) -> None:
+        TorchCheckpointIO().save_checkpoint(self.state, folder / "state.ckpt")
+
+    def lightning_async(self, folder: Path) -> dict[str, float]:
+        writer = AsyncCheckpointIO(TorchCheckpointIO())
+        begun = time.perf_counter()
+        writer.save_checkpoint(self.state, folder / "state.ckpt")
+        stall = time.perf_counter() - begun
+        writer.teardown()
+        return {"stall": stall}
+
+    def ours(self, folder: Path) -> None:
+        prepare_checkpoint(folder / "ours", self.state).commit()
+
+    def prepare(self, path: Path) -> PreparedCheckpoint:
+        """The part that training waits for."""
+        checkpoint = prepare_checkpoint(path, self.state, frozen=self.frozen)
+        checkpoint.copy_into(self.image)
+        return checkpoint
+
+    def ours_in_background(self, folder: Path, num_threads: int) -> dict[str, float]:
+        begun = time.perf_counter()
+        checkpoint = self.prepare(folder / "ours")
+        stall = time.perf_counter() - begun
+        checkpoint.commit(num_threads)
+        return {"stall": stall, "write": time.perf_counter() - begun - stall}
+
+    def contenders(self, raw: Raw) -> dict[str, Contender]:
+        """By name, in the order of their turns."""
+        return {
+            "memcpy": raw.copy,
+            "raw O_DIRECT + fdatasync": raw.write_direct,
+            "buffered write + fsync": raw.write_buffered,
+            "torch.save + fsync": self.torch_save,
+            "save_file + fsync + sha256": self.save_file,
+            "Lightning": self.lightning,
+            "Lightning async": self.lightning_async,
+            "ours": self.ours,
+            "ours async, 1 thread": lambda folder: self.ours_in_background(folder, 1),
+            "ours async, 2 threads": lambda folder: self.ours_in_background(folder, 2),
+        }
+
+
+def take_turns(contenders: dict[str, Contender], folder: Path, num_rounds: int) -> dict[str, list[float]]:
+    """A B C A B C …, each with an empty folder on a disk that is at rest; seconds by name, the first round left out."""
+    seconds: dict[str, list[float]] = {}
+    for number in range(num_rounds + 1):
+        for name, contender in contenders.items():
+            place = folder / "turn"
+            place.mkdir()
+            os.sync()
+            begun = time.perf_counter()
+            parts = contender(place)
+            parts = {name: time.perf_counter() - begun, **{f"{name}: {part}": s for part, s in (parts or {}).items()}}
+            shutil.rmtree(place)
+            for part, value in parts.items():
+                if number:
+                    seconds.setdefault(part, []).append(value)
+    return seconds

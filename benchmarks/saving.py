@@ -1,0 +1,154 @@
+"""Saving and loading beside what else there is: the hardware, torch, safetensors, Lightning.
+
+    python -m benchmarks                          1 GB and 20,000 small tensors, some ten minutes, 8 GB of memory
+    python -m benchmarks --quick                  a fortieth of it, under a minute: shows that it runs, and no more
+    python -m benchmarks --folder /mnt/disk       where the files go; a temporary folder by default
+
+All contenders take turns (A B C A B C …) in one process, on a disk that is at rest; peak memory is taken in a process
+of its own for each. Only ratios within one run mean anything, and only where nothing else runs: a plain write waits for
+the disk, hashing waits for a core. `--json` and `--picture` write the figures to files.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.loads import Loads
+from benchmarks.machine import PeakMemory, facts
+from benchmarks.saves import Raw, Saves, take_turns
+from benchmarks.states import adapted_state, big_state, bytes_of, small_state
+from benchmarks.steps import timeline
+from lightning_resume.format.prepared import prepare_checkpoint
+
+OTHERS = ("torch.save + fsync", "save_file + fsync + sha256", "Lightning", "Lightning async")
+OURS = ("ours", "ours async, 1 thread")
+
+
+def run(options: Namespace) -> dict[str, Any]:
+    """All figures."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    sizes = {"width": 256, "num_layers": 2} if options.quick else {"width": 768, "num_layers": 11}
+    rounds = options.rounds or (2 if options.quick else 7)
+    folder = Path(tempfile.mkdtemp(prefix="lightning_resume-", dir=options.folder))
+    report: dict[str, Any] = {"machine": facts(folder), "quick": options.quick, "rounds": rounds}
+    try:
+        for name, state in (
+            ("big", lambda: big_state(**sizes)),
+            ("small", lambda: small_state(500 if options.quick else 20_000)),
+        ):
+            report[name] = measure_state(state(), folder, rounds, 0.2 if options.quick else 3.0, name == "big")
+        report["adapters"] = measure_adapters(folder, rounds, **sizes)
+        report["planning_seconds_100k"] = seconds_to_plan(1000 if options.quick else 100_000)
+        measured = OURS if options.quick else (*OTHERS, *OURS)
+        report["memory"] = {name: peak_memory(name, sizes, folder) for name in measured}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def measure_state(state: Any, folder: Path, rounds: int, rest_seconds: float, has_timeline: bool) -> dict[str, Any]:
+    """One state: saved and loaded by all contenders."""
+    raw, saves = Raw(bytes_of(state)), Saves(state)
+    result: dict[str, Any] = {"num_bytes": bytes_of(state), "save": take_turns(saves.contenders(raw), folder, rounds)}
+    del raw
+    if has_timeline:
+        place = folder / "timeline"
+        place.mkdir()
+        result["timeline"] = timeline(saves, place, 3, rest_seconds)
+        shutil.rmtree(place)
+    saves.image = None  # type: ignore[assignment]
+    gc.collect()
+    place = folder / "loads"
+    place.mkdir()
+    loads = Loads(state, place)
+    result["load"] = take_turns(loads.contenders(), folder, rounds)
+    result["load"] |= take_turns(loads.cold(), folder, rounds)
+    result["weights_read_ratio"] = loads.weights_read_ratio()
+    shutil.rmtree(place)
+    return result
+
+
+def measure_adapters(folder: Path, rounds: int, width: int, num_layers: int) -> dict[str, Any]:
+    """A frozen model with adapters: full saves beside such that link what did not change."""
+    # A frozen model of the size of weights and moments together.
+    state, frozen = adapted_state(width, 3 * num_layers)
+    trained = [tensor for name, tensor in state["state_dict"].items() if name not in frozen]
+    raw, saves, full = Raw(sum(tensor.nbytes for tensor in trained)), Saves(state, frozen), Saves(state, frozen)
+    place = folder / "adapters"
+    place.mkdir()
+    saves.prepare(place / "first").commit()
+    written: list[float] = []
+
+    def link(turn: Path) -> dict[str, float]:
+        for tensor in trained:
+            tensor.add_(1)
+        begun = time.perf_counter()
+        path = place / f"{len(list(place.iterdir()))}"
+        checkpoint = saves.prepare(path)
+        stall = time.perf_counter() - begun
+        checkpoint.commit(1)
+        new = sum(file.stat().st_size for file in path.iterdir() if file.stat().st_nlink == 1)
+        written.append(new / sum(tensor.nbytes for tensor in trained))
+        return {"stall": stall}
+
+    def whole(turn: Path) -> None:
+        full.image.kept.clear()
+        full.ours_in_background(turn, 1)
+
+    turns = {"memcpy of what is trained": raw.copy, "full save": whole, "linked save": link}
+    seconds = take_turns(turns, folder, rounds)
+    shutil.rmtree(place)
+    return {"num_bytes": bytes_of(state), "save": seconds, "written_ratio": statistics.median(written)}
+
+
+def seconds_to_plan(num_tensors: int) -> float:
+    """Encoding and planning very many tensors of one number each."""
+    state = {"state_dict": {f"layers.{number}.weight": torch.ones(1) for number in range(num_tensors)}}
+    begun = time.perf_counter()
+    prepare_checkpoint("never-written", state)
+    return time.perf_counter() - begun
+
+
+def peak_memory(name: str, sizes: dict[str, int], folder: Path) -> float:
+    """Peak memory of a save on top of the state, in relation to the state; measured in a new process."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_peak, args=(theirs, name, sizes, str(folder)))
+    process.start()
+    theirs.close()
+    try:
+        return float(mine.recv())
+    finally:
+        process.join()
+
+
+def _peak(connection: Any, name: str, sizes: dict[str, int], folder: str) -> None:
+    warnings.filterwarnings("ignore")
+    state = big_state(**sizes)
+    saves = Saves(state)
+    small = Saves(small_state(10)).contenders(Raw(1))[name]
+    contender = saves.contenders(Raw(1))[name]
+    with tempfile.TemporaryDirectory(dir=folder) as first, tempfile.TemporaryDirectory(dir=folder) as second:
+        small(Path(first))  # what is loaded on first use is no matter
+        with PeakMemory() as peak:
+            contender(Path(second))
+    connection.send(peak.num_bytes / bytes_of(state))
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Writes the figures as JSON."""
+    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,40 @@
+"""The benchmarks run: a smoke test that judges no time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures with what Linux has")
+def test_the_quick_benchmark_measures_all_contenders_and_draws_them(tmp_path: Path) -> None:
+    """One round of each; the tables are printed, figures and picture are written, nothing is left in the folder."""
+    (tmp_path / "work").mkdir()
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    arguments = ["--quick", "--rounds=1", f"--folder={tmp_path / 'work'}", f"--json={figures}", f"--picture={picture}"]
+
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    report = json.loads(figures.read_text())
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("sha256: ")
+    assert "save / Lightning " in result.stdout
+    assert {"memcpy", "ours", "Lightning async: stall"} <= report["big"]["save"].keys()
+    assert "ours, verified + copy" in report["small"]["load"]
+    assert report["adapters"]["written_ratio"] < 1.2
+    assert picture.stat().st_size > 10_000
+    assert list((tmp_path / "work").iterdir()) == []
