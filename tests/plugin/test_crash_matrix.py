@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import CALLS, CHANGES, WRITES, Faults
+from faults import CALLS, CHANGES, REMOVALS, RENAMES, SYNCS, WRITES, Faults
+from ladder import Step, assert_ladder
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from toy import Job, Run, assert_records_equal, assert_same, run, saved_steps
@@ -172,3 +173,21 @@ def test_a_run_in_which_any_file_operation_fails_keeps_its_last_checkpoint(
 def is_told(process: Run) -> bool:
     """Whether a warning tells that something could not be written or deleted."""
     return any("FAILED; training goes on" in text or "could not be deleted" in text for text in process.messages)
+
+
+def as_step(operation: dict[str, Any]) -> Step | None:
+    """An operation as a step of the ladder."""
+    name, path, target = operation["name"], operation["path"], operation["target"]
+    if name == "open":
+        return None if operation["is_reading"] else Step("create", path)
+    kinds = {"write": WRITES, "sync": SYNCS, "rename": RENAMES, "remove": REMOVALS}
+    kind = next((kind for kind, names in kinds.items() if name in names), "")
+    return Step(kind, path, target) if kind else None
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_nothing_is_deleted_before_its_successor_is_durable(async_save: bool, counted: Any) -> None:
+    """Files, index, hidden directory, rename, parent folder, each synced in turn, and only then the pruning."""
+    steps = [step for step in map(as_step, counted(async_save, CALLS)) if step]
+
+    assert_ladder(steps, num_saves=2, num_pruned=2)
