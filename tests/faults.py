@@ -7,7 +7,6 @@ Works on whatever `os.<call>` the code under test makes, in any thread: no test 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import threading
@@ -34,6 +33,7 @@ CALLS = (
     "link",
     "symlink",
 )
+CHANGES = tuple(name for name in CALLS if name != "open")
 ON_DESCRIPTORS = (*WRITES, *SYNCS, "ftruncate", "posix_fallocate")
 TAKES_SPACE = (*WRITES, "posix_fallocate", "mkdir", "link")
 
@@ -47,6 +47,7 @@ class Operation(NamedTuple):
         path: what it works on; of a rename or link: its old name.
         target: the new name of a rename or link, or "".
         is_directory: whether that is a directory.
+        is_reading: whether a file is opened to be read.
         thread: that made it.
     """
 
@@ -55,6 +56,7 @@ class Operation(NamedTuple):
     path: str
     target: str
     is_directory: bool
+    is_reading: bool
     thread: str
 
 
@@ -147,8 +149,9 @@ class Faults:
 
     def _count(self, name: str, path: str, target: str, arguments: Any) -> None:
         number = len(self.operations) + 1
+        is_reading = name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR)
         thread = threading.current_thread().name
-        self.operations.append(Operation(number, name, path, target, os.path.isdir(path), thread))
+        self.operations.append(Operation(number, name, path, target, os.path.isdir(path), is_reading, thread))
         if number == self.at:
             self._strike(name, arguments)
         elif self.lasting and 0 < self.at < number and name in TAKES_SPACE:
@@ -223,6 +226,3 @@ class Faults:
 def _moved(path: str, old: str, new: str) -> str:
     """The path, after `old` was renamed to `new`."""
     return new + path[len(old) :] if path == old or path.startswith(old + os.sep) else path
-
-
-ERRNOS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EACCES", "EDQUOT")}

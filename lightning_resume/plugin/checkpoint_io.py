@@ -74,7 +74,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.prepare(checkpoint, path).commit()
 
     def prepare(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> PreparedCheckpoint:
-        """Encodes the checkpoint and plans its files, to be written by `commit`; only the folder is made.
+        """Encodes the checkpoint and plans its files, to be written by `commit`; creates nothing.
 
         Raises:
             UnsupportedStateError: a value has no exact encoding; names its key path.
@@ -82,7 +82,6 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         ranks = checkpoint.get(RANK_STATES, [])
         state = {key: value for key, value in checkpoint.items() if key != RANK_STATES}
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         return prepare_checkpoint(
             path,
             state,

@@ -6,14 +6,15 @@ The operations are counted in an undisturbed run, each time anew, so that no cas
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import WRITES, Faults
+from faults import CALLS, CHANGES, REMOVALS, RENAMES, SYNCS, WRITES, Faults
+from ladder import Step, assert_ladder
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from toy import Job, Run, assert_records_equal, assert_same, run, saved_steps
@@ -64,12 +65,11 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Counts the operations of an undisturbed run, once for each kind."""
 
     @cache
-    def count(async_save: bool, only_writes: bool = False) -> list[dict[str, Any]]:
+    def count(async_save: bool, only: Collection[str]) -> list[dict[str, Any]]:
         workdir = tmp_path_factory.mktemp("counted")
-        faults = Faults(workdir, **({"only": WRITES} if only_writes else {}))
-        undisturbed = run(job(faults, async_save=async_save), workdir)
+        undisturbed = run(job(Faults(workdir, only=only), async_save=async_save), workdir)
         assert saved_steps(undisturbed.folder) == [4]
-        return without_faults(undisturbed).of("operation") or undisturbed.of("operation")
+        return undisturbed.of("operation")
 
     return count
 
@@ -77,6 +77,16 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def without_faults(process: Run) -> Run:
     """The run without what it said of its file operations."""
     return replace(process, records=[record for record in process.records if record["kind"] != "operation"])
+
+
+def cases(usual: list[tuple[Any, bool]], more: list[tuple[Any, bool]]) -> list[Any]:
+    """Parameters of a matrix; the second list takes minutes and is marked so."""
+
+    def case(how: Any, async_save: bool, **marks: Any) -> Any:
+        name = errno.errorcode[how] if isinstance(how, int) else how
+        return pytest.param(how, async_save, id=f"{name}-{'async' if async_save else 'sync'}", **marks)
+
+    return [case(*each) for each in usual] + [case(*each, marks=pytest.mark.slow) for each in more]
 
 
 def part_of(operations: list[dict[str, Any]], part: int) -> Iterator[tuple[int, str]]:
@@ -102,20 +112,24 @@ def check_resume(baseline: Run, workdir: Path, *, async_save: bool) -> int:
     return step
 
 
+KILLS = [("kill", True), ("kill", False), ("torn", True), ("power", True)]
+MORE_KILLS = [("torn", False), ("power", False), ("power-names", True), ("power-names", False)]
+
+
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("how", ["kill", "torn", "power", "power-names"])
+@pytest.mark.parametrize(("how", "async_save"), cases(KILLS, MORE_KILLS))
 def test_a_run_that_dies_at_any_file_operation_goes_on_exactly(
     how: str, async_save: bool, part: int, baseline: Run, counted: Any, tmp_path: Path
 ) -> None:
-    """Killed ahead of each operation, amid each write, or by a power cut that loses all that may be lost."""
-    only = {"only": WRITES} if how == "torn" else {}
-    operations = counted(async_save, how == "torn")
+    """Killed ahead of each operation, inside each write, or by a power cut that loses all that may be lost."""
+    # What only reads changes nothing that a power cut could take.
+    only = {"kill": CALLS, "torn": WRITES}.get(how, CHANGES)
+    operations = counted(async_save, only)
     num_cases, steps = 0, set()
 
     for number, what in part_of(operations, part):
         workdir = tmp_path / str(number)
-        faults = Faults(workdir, how, number, **only)
+        faults = Faults(workdir, how, number, only=only)
 
         killed = run(job(faults, async_save=async_save), workdir, dies=True)
 
@@ -129,14 +143,17 @@ def test_a_run_that_dies_at_any_file_operation_goes_on_exactly(
     assert steps == {0, 2} | ({4} if how != "torn" else set())
 
 
+FAILURES = [(errno.EIO, True), (errno.ENOSPC, True)]
+MORE_FAILURES = [(errno.EIO, False), (errno.ENOSPC, False), (errno.EACCES, True), (errno.EDQUOT, True)]
+
+
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+@pytest.mark.parametrize(("code", "async_save"), cases(FAILURES, MORE_FAILURES))
 def test_a_run_in_which_any_file_operation_fails_keeps_its_last_checkpoint(
     code: int, async_save: bool, part: int, baseline: Run, counted: Any, tmp_path: Path
 ) -> None:
     """Training goes on to its end as if nothing had been, a warning tells; what is on disk resumes exactly."""
-    operations = counted(async_save)
+    operations = counted(async_save, CALLS)
     num_cases = 0
 
     for number, what in part_of(operations, part):
@@ -146,14 +163,31 @@ def test_a_run_in_which_any_file_operation_fails_keeps_its_last_checkpoint(
         process = without_faults(run(job(faults, async_save=async_save), workdir))
 
         assert process.records == baseline.records, what
-        assert_told(process, what)
+        assert is_told(process) or operations[number - 1]["is_reading"], what  # pruning looks again at the next save
         check_resume(baseline, workdir, async_save=async_save)
         num_cases += 1
 
     assert num_cases == len(operations[part::NUM_PARTS]) >= 15
 
 
-def assert_told(process: Run, what: str) -> None:
-    """A warning names the failure."""
-    told = [text for text in process.messages if "FAILED; training goes on" in text or "could not be deleted" in text]
-    assert told, what
+def is_told(process: Run) -> bool:
+    """Whether a warning tells that something could not be written or deleted."""
+    return any("FAILED; training goes on" in text or "could not be deleted" in text for text in process.messages)
+
+
+def as_step(operation: dict[str, Any]) -> Step | None:
+    """An operation as a step of the ladder."""
+    name, path, target = operation["name"], operation["path"], operation["target"]
+    if name == "open":
+        return None if operation["is_reading"] else Step("create", path)
+    kinds = {"write": WRITES, "sync": SYNCS, "rename": RENAMES, "remove": REMOVALS}
+    kind = next((kind for kind, names in kinds.items() if name in names), "")
+    return Step(kind, path, target) if kind else None
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_nothing_is_deleted_before_its_successor_is_durable(async_save: bool, counted: Any) -> None:
+    """Files, index, hidden directory, rename, parent folder, each synced in turn, and only then the pruning."""
+    steps = [step for step in map(as_step, counted(async_save, CALLS)) if step]
+
+    assert_ladder(steps, num_saves=2, num_pruned=2)
