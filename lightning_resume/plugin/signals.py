@@ -7,9 +7,9 @@ the handler before them would have done (Lightning's, or the user's own) is done
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -171,7 +171,7 @@ class Signals:
 
 def _act(handler: Handler, signum: int) -> None:
     if callable(handler):
-        handler(signum, sys._getframe())
+        handler(signum, inspect.currentframe())
     elif handler == signal.SIG_DFL:
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
