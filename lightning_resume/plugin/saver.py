@@ -48,6 +48,8 @@ class Saver:
         self._seen_step = 0  # at the last cut
         self._in_flight = ""
         self._told_of_failure = False
+        self._told_of_notice = False
+        self._stall_seconds = 0.0  # of the save in flight
         self._has_saved = False  # with what the first optimizer step adds to the state
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -145,12 +147,14 @@ class Saver:
         if kind == "full":
             self._has_saved |= trainer.global_step > 0
             self._saved_step = trainer.global_step
+        seconds = time.monotonic() - begun
         if in_background:
-            self._in_flight = path
+            self._in_flight, self._stall_seconds = path, seconds
         elif kind == "full":
             self.last_path = path
+            self._compare_with_notice(trainer, seconds)
         if in_background == self._settings.async_save:
-            self._stretch(time.monotonic() - begun)
+            self._stretch(seconds)
 
     def settle(self, trainer: Trainer) -> None:
         """Waits for the save in flight, if there is one, and tells how it ended. All ranks must call.
@@ -168,6 +172,7 @@ class Saver:
         error = decide(trainer, outcome.error if outcome else None)
         if error is None:
             self.last_path = path
+            self._compare_with_notice(trainer, self._stall_seconds + (outcome.seconds if outcome else 0.0))
             return
         self._saved_step = -1  # the end of training tries again
         if not isinstance(error, ResumeError | OSError):
@@ -243,6 +248,20 @@ class Saver:
             prune_checkpoints([paths[step] for step in to_prune(steps, self._settings.keep_last_k)])
         except (ResumeError, OSError) as error:
             warnings.warn(f"could not delete old checkpoints in {folder!r}: {error}", stacklevel=2)
+
+    def _compare_with_notice(self, trainer: Trainer, seconds: float) -> None:
+        """Warns once where a save takes longer than the machine leaves after its signal."""
+        notice = self._settings.preemption_notice_seconds
+        if notice is None or seconds <= notice or self._told_of_notice or not trainer.is_global_zero:
+            return
+        self._told_of_notice = True
+        warnings.warn(
+            f"A save may not be whole before the machine is taken away: what was trained since the one before is lost "
+            f"then.\n  a save takes:                {seconds:.2f} s\n  preemption_notice_seconds:   {notice:.2f} s\n"
+            "Ask the scheduler for a longer notice (SLURM: --signal=USR1@SECONDS), save to a faster disk, or save more "
+            "often.",
+            stacklevel=2,
+        )
 
     def _stretch(self, stall_seconds: float) -> None:
         interval = self._cadence.interval_seconds
