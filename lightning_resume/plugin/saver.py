@@ -114,6 +114,7 @@ class Saver:
         kind: str = "full",
         in_background: bool = False,
         must_succeed: bool = False,
+        amend: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """Writes `folder/step-…` from all ranks' states, then prunes. All ranks must call.
 
@@ -128,6 +129,7 @@ class Saver:
             kind: "full" or "weights".
             in_background: return as soon as the state was copied.
             must_succeed: raise if it fails.
+            amend: changes Lightning's checkpoint before it is written.
 
         Raises:
             ResumeError, OSError: it failed, and may not.
@@ -138,6 +140,8 @@ class Saver:
         path = os.path.join(folder, step_dirname(trainer.global_step))
         checkpoint = loops.dump(trainer, weights_only=kind == "weights")
         check_dump(trainer, checkpoint)
+        if amend is not None:
+            amend(checkpoint)
         failure = decide(trainer, self._write(trainer, io, checkpoint, path, in_background))
         if kind == "full":
             self._due_from = trainer.global_step, time.monotonic()

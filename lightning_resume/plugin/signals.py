@@ -84,6 +84,17 @@ class Signals:
         self._oldest.clear()
         self._noted.clear()
 
+    def leave(self, trainer: Trainer) -> None:
+        """An exception ends training, of whatever kind: what was noted before it and is not heeded is handed on."""
+        if self._noted[signal.SIGTERM] and trainer.world_size == 1:  # Lightning's handler waits for all ranks
+            self._pass_on(signal.SIGTERM)
+        self.remove()
+
+    @property
+    def are_noted(self) -> bool:
+        """Whether this process has noted one that is not heeded yet."""
+        return bool(self._noted)
+
     def heed(
         self, trainer: Trainer, save: Callable[[], None], at_cut: Callable[[], AbstractContextManager[None]]
     ) -> None:
