@@ -39,7 +39,7 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: Any, positional: Positional | None = None) -> None:
-        self.__dict__.update(_wrapped=loader, _engine=_engine(loader, positional))
+        self.__dict__.update(_wrapped=loader, _engine=_engine(loader, positional), _pinned=None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -103,8 +103,15 @@ class ResumableLoader:
         """
         return bool(self.__dict__["_engine"].is_saveable(num_ahead))
 
+    def pin(self, state: dict[str, Any] | None) -> None:
+        """Makes `state_dict` answer this, whatever the pass does; None: the truth again."""
+        self.__dict__["_pinned"] = state
+
     def state_dict(self, num_ahead: int = 0) -> dict[str, Any]:
         """Where this loader stands, in plain containers and tensors."""
+        pinned: dict[str, Any] | None = self.__dict__["_pinned"]
+        if pinned is not None:
+            return pinned
         state: dict[str, Any] = self.__dict__["_engine"].state_dict(num_ahead)
         return state
 

@@ -43,7 +43,7 @@ class HiddenName(NamedTuple):
 def hidden_path(target: Path, kind: Kind) -> Path:
     """A new, unique hidden path beside `target`, made by this process. Draws from no random stream of the program."""
     token = process_token() + os.urandom(4).hex()
-    return target.with_name(f".{target.name}.{token}-{os.getpid()}.{kind}")
+    return target.with_name(f".{_escaped(target.name)}.{token}-{os.getpid()}.{kind}")
 
 
 def parse_hidden(name: str) -> HiddenName | None:
@@ -51,7 +51,16 @@ def parse_hidden(name: str) -> HiddenName | None:
     match = _PATTERN.fullmatch(name)
     if match is None:
         return None
-    return HiddenName(match["name"], match["token"], int(match["pid"]), match["kind"])
+    return HiddenName(_unescaped(match["name"]), match["token"], int(match["pid"]), match["kind"])
+
+
+def _escaped(name: str) -> str:
+    """A name without `ckpt_`: Lightning takes all digits in such a name for the number of a checkpoint under SLURM."""
+    return name.replace("%", "%25").replace("ckpt_", "ckpt%5F")
+
+
+def _unescaped(name: str) -> str:
+    return name.replace("ckpt%5F", "ckpt_").replace("%25", "%")
 
 
 def hidden_siblings(target: Path, kind: Kind) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_resume.catalog import clean_incomplete
@@ -36,6 +37,8 @@ from lightning_resume.plugin.rank_state import (
     enter_first_batch,
 )
 from lightning_resume.plugin.ranks import decide, gather
+from lightning_resume.plugin.recall import Recall
+from lightning_resume.plugin.rescue import save_last_cut
 from lightning_resume.plugin.saver import Saver
 from lightning_resume.plugin.shape import check_shape
 from lightning_resume.plugin.signals import Signals
@@ -138,6 +141,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._saver = Saver(settings)
         self._frozen = frozen.FrozenParameters()
         self._signals = Signals()
+        self._recall = Recall()
         self._moment = "hook"
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
@@ -284,6 +288,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._saver.begin(trainer, (self._resumed_from or "") if is_same_folder else "", self._io.run_id)
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
+        self._recall.begin(trainer)
         self._listen(trainer)
 
     def _before_epoch(self, trainer: Trainer) -> None:
@@ -305,13 +310,18 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._has_begun = True
             if self.settings.save_on_train_start and not self._saver.last_path and not loops.is_lazy(trainer):
                 self._save(trainer, "cut", must_succeed=True)
-            if self.settings.save_on_signal and self._signals.may_be_noted(trainer):
-                self._heed_signals(trainer)
-            return
-        self._saver.poll(trainer)
-        self._saver.make_ready(trainer)
-        if loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
-            return
+        else:
+            self._saver.poll(trainer)
+            self._saver.make_ready(trainer)
+            if loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
+                return
+            self._save_if_due(trainer)
+        if self.settings.save_on_signal and self._signals.may_be_noted(trainer) and loops.is_saveable(trainer):
+            self._heed_signals(trainer)
+        if self.settings.save_on_exception and loops.is_saveable(trainer):
+            self._recall.note(trainer)
+
+    def _save_if_due(self, trainer: Trainer) -> None:
         kind = self._saver.due(trainer)
         if kind is None:
             self._saver.pass_by(trainer)
@@ -320,8 +330,6 @@ class AtomicResumeCallback(ModelCheckpoint):
                 trainer, "cut", kind=kind, in_background=self.settings.async_save and bool(self._saver.last_path)
             )
             self._saver.pass_by(trainer)
-        if self.settings.save_on_signal and self._signals.may_be_noted(trainer) and loops.is_saveable(trainer):
-            self._heed_signals(trainer)
 
     def _listen(self, trainer: Trainer) -> None:
         if self.settings.save_on_signal and self in loops.callbacks(trainer):
@@ -367,10 +375,20 @@ class AtomicResumeCallback(ModelCheckpoint):
             f"batch {loops.batch_in_epoch(trainer)}, global_step {trainer.global_step}: {verdict}"
         )
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """What follows may change gradients that are part of the state."""
+        if self._recall.needs_gradients:
+            self._recall.drop("gradients of the step before are part of its state")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """From here on the weights are no longer those of the last cut."""
+        self._recall.drop("the optimizer step had begun")
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the loss of the batch that completed an optimizer step."""
+        self._recall.drop("the optimizer step was over, and what belongs to the step besides was not")
         self.history.note(trainer.global_step, outputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -382,11 +400,22 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._saver.settle(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Waits for the save in flight. One rank alone may be here: the others are not asked for anything."""
+        """Waits for the save in flight, and saves the last whole step. One rank alone may be here: none is asked."""
         try:
             self._saver.finish()
+            is_wanted = self.settings.save_on_exception or (self.settings.save_on_signal and self._signals.are_noted)
+            if is_wanted and self._has_begun and not isinstance(exception, SIGTERMException):
+                save_last_cut(
+                    trainer,
+                    exception,
+                    recall=self._recall,
+                    saver=self._saver,
+                    save=lambda amend: self._save(trainer, "cut", amend=amend),
+                    own=self,
+                    refusal="it was interrupted twice" if self._signals.is_impatient else "",
+                )
         finally:
-            self._signals.remove()
+            self._signals.leave(trainer)
             self._leave_folder()  # Lightning does not call teardown now
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -333,3 +333,21 @@ def restore_extras(trainer: Trainer, extras: Mapping[str, Any]) -> None:
     val_loop._last_val_dl_reload_epoch = extras["last_val_dl_reload_epoch"]
     val_loop._seen_batches_per_dataloader.clear()
     val_loop._seen_batches_per_dataloader.update(extras["seen_val_batches"])
+
+
+_PROGRESS = ("epoch_loop.batch_progress", "epoch_loop.automatic_optimization.optim_progress")
+
+
+def capture_progress(trainer: Trainer) -> list[dict[str, Any]]:
+    """The counters that a step moves before its optimizer step, as they stand in Lightning's checkpoint."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return [epoch_loop.batch_progress.state_dict(), epoch_loop.automatic_optimization.optim_progress.state_dict()]
+
+
+def put_progress(checkpoint: Mapping[str, Any], progress: list[dict[str, Any]]) -> None:
+    """Puts what `capture_progress` returned into a checkpoint."""
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    for name, state in zip(_PROGRESS, progress, strict=True):
+        if fit_loop[name].keys() != state.keys():
+            raise RuntimeError(f"the checkpoint's {name} is not what it was")
+        fit_loop[name] = state

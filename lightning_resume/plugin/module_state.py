@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -82,3 +83,53 @@ def restore_double(trainer: Trainer, state_dict: Mapping[str, Any]) -> None:
         for name, value in state_dict.items():
             if isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128):
                 live[name].copy_(value)
+
+
+class Watched:
+    """A module's parameters, submodules and optimizers, to tell whether a step has touched them.
+
+    Autograd counts the writes to a tensor. A write through `.data` is not counted: see `vouching`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Lists them, so that looking at them is cheap."""
+        self._names, self._parameters, self._modules = _lists(trainer)
+        self._optimizers = trainer.optimizers
+
+    def marks(self) -> list[Any]:
+        """Equal to what it was before exactly if nothing was touched."""
+        settings = [
+            (key, (id(value), value._version) if isinstance(value, torch.Tensor) else copy.copy(value))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key != "params"
+        ]
+        return [
+            *((p._version, p.data_ptr(), p.requires_grad) for p in self._parameters),
+            [module.training for module in self._modules],
+            settings,
+        ]
+
+    def is_other(self, trainer: Trainer) -> bool:
+        """Whether there are others now."""
+        names, parameters, modules = _lists(trainer)
+        now = [*parameters, *modules, *trainer.optimizers]
+        before = [*self._parameters, *self._modules, *self._optimizers]
+        return names != self._names or [id(item) for item in now] != [id(item) for item in before]
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """By which a `state_dict` has the parameters."""
+        return frozenset(self._names)
+
+
+def _lists(trainer: Trainer) -> tuple[list[str], list[torch.nn.Parameter], list[torch.nn.Module]]:
+    module = trainer.lightning_module
+    named = list(module.named_parameters(remove_duplicate=False))
+    return [name for name, _ in named], [parameter for _, parameter in named], list(module.modules())
+
+
+def needs_gradients(trainer: Trainer) -> bool:
+    """Whether the gradients of the step before are state: the module or a callback may look at them."""
+    return _may_look_at_gradients(trainer)

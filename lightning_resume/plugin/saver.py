@@ -51,6 +51,8 @@ class Saver:
         self._seen_step = 0  # at the last cut
         self._in_flight = ""
         self._has_memory = False
+        self._told_of_notice = False
+        self._stall_seconds = 0.0  # of the save in flight
         self._has_saved = False  # with what the first optimizer step adds to the state
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -120,6 +122,7 @@ class Saver:
         kind: str = "full",
         in_background: bool = False,
         must_succeed: bool = False,
+        amend: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """Writes `folder/step-…` from all ranks' states, then prunes. All ranks must call.
 
@@ -135,6 +138,7 @@ class Saver:
             kind: "full" or "weights".
             in_background: return as soon as the state was copied.
             must_succeed: raise if it fails.
+            amend: changes Lightning's checkpoint before it is written.
 
         Raises:
             ResumeError, OSError: it failed, and may not.
@@ -145,6 +149,8 @@ class Saver:
         path = os.path.join(folder, step_dirname(trainer.global_step))
         checkpoint = loops.dump(trainer, weights_only=kind == "weights")
         check_dump(trainer, checkpoint)
+        if amend is not None:
+            amend(checkpoint)
         module = trainer.lightning_module
         if self._settings.trainable_only:
             checkpoint = frozen.leave_out(module, checkpoint)
@@ -158,12 +164,14 @@ class Saver:
         if kind == "full":
             self._has_saved |= trainer.global_step > 0
             self._saved_step = trainer.global_step
+        seconds = time.monotonic() - begun
         if in_background:
-            self._in_flight = path
+            self._in_flight, self._stall_seconds = path, seconds
         elif kind == "full":
             self.last_path = path
+            self._compare_with_notice(trainer, seconds)
         if in_background == self._settings.async_save:
-            self._stretch(time.monotonic() - begun)
+            self._stretch(seconds)
 
     def make_ready(self, trainer: Trainer) -> None:
         """Gets the memory for the copies, once there is optimizer state: behind the training, not in the first save."""
@@ -192,6 +200,7 @@ class Saver:
         error = decide(trainer, outcome.error if outcome else None)
         if error is None:
             self.last_path = path
+            self._compare_with_notice(trainer, self._stall_seconds + (outcome.seconds if outcome else 0.0))
             return
         self._saved_step = -1  # the end of training tries again
         if not isinstance(error, ResumeError | OSError):
@@ -270,6 +279,20 @@ class Saver:
         if must_succeed or is_first:
             raise failure
         rank_zero_warn(f"The save {path!r} FAILED; training goes on, earlier checkpoints are untouched.\n{failure}")
+
+    def _compare_with_notice(self, trainer: Trainer, seconds: float) -> None:
+        """Warns once where a save takes longer than the machine leaves after its signal."""
+        notice = self._settings.preemption_notice_seconds
+        if notice is None or seconds <= notice or self._told_of_notice or not trainer.is_global_zero:
+            return
+        self._told_of_notice = True
+        warnings.warn(
+            f"A save may not be whole before the machine is taken away: what was trained since the one before is lost "
+            f"then.\n  a save takes:                {seconds:.2f} s\n  preemption_notice_seconds:   {notice:.2f} s\n"
+            "Ask the scheduler for a longer notice (SLURM: --signal=USR1@SECONDS), save to a faster disk, or save more "
+            "often.",
+            stacklevel=2,
+        )
 
     def _stretch(self, stall_seconds: float) -> None:
         interval = self._cadence.interval_seconds

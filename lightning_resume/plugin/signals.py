@@ -7,9 +7,9 @@ the handler before them would have done (Lightning's, or the user's own) is done
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -83,6 +83,17 @@ class Signals:
         self._older.clear()
         self._oldest.clear()
         self._noted.clear()
+
+    def leave(self, trainer: Trainer) -> None:
+        """An exception ends training, of whatever kind: what was noted before it and is not heeded is handed on."""
+        if self._noted[signal.SIGTERM] and trainer.world_size == 1:  # Lightning's handler waits for all ranks
+            self._pass_on(signal.SIGTERM)
+        self.remove()
+
+    @property
+    def are_noted(self) -> bool:
+        """Whether this process has noted one that is not heeded yet."""
+        return bool(self._noted)
 
     def heed(
         self, trainer: Trainer, save: Callable[[], None], at_cut: Callable[[], AbstractContextManager[None]]
@@ -171,7 +182,7 @@ class Signals:
 
 def _act(handler: Handler, signum: int) -> None:
     if callable(handler):
-        handler(signum, sys._getframe())
+        handler(signum, inspect.currentframe())
     elif handler == signal.SIG_DFL:
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
