@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,15 @@ class AtomicCheckpointIO(CheckpointIO):
             raise ValueError(f"AtomicCheckpointIO takes no storage_options, got {storage_options!r}")
         self.prepare(checkpoint, path).commit()
 
-    def prepare(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> PreparedCheckpoint:
+    def prepare(
+        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], frozen: Collection[str] = ()
+    ) -> PreparedCheckpoint:
         """Encodes the checkpoint and plans its files, to be written by `commit`; creates nothing.
+
+        Args:
+            checkpoint: as Lightning makes it.
+            path: the directory to be.
+            frozen: names of weights that are expected not to change from save to save.
 
         Raises:
             UnsupportedStateError: a value has no exact encoding; names its key path.
@@ -93,6 +100,7 @@ class AtomicCheckpointIO(CheckpointIO):
             timeline=self.timeline,
             max_shard_bytes=self.max_shard_bytes,
             overwrite=True,
+            frozen=frozen,
         )
 
     def load_checkpoint(

@@ -113,6 +113,11 @@ def check_setup(trainer: Trainer) -> None:
         raise UnsupportedSetupError(what, "frozen weights are converted after they were built", remedy)
 
 
+def frozen_names(module: LightningModule) -> list[str]:
+    """Names of the parameters that are not trained now."""
+    return list(_frozen(module))
+
+
 def digest_of(tensor: torch.Tensor) -> str:
     """sha256 over dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())

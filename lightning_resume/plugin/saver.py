@@ -16,12 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_resume.catalog import step_dirname
 from lightning_resume.errors import BackgroundSaveError, CheckpointExistsError, ResumeError, UnsupportedStateError
 from lightning_resume.format.image import Image
+from lightning_resume.format.links import KeptFile
 from lightning_resume.format.prepared import PreparedCheckpoint
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.arguments import Settings
 from lightning_resume.plugin.checkpoint_io import AtomicCheckpointIO
 from lightning_resume.plugin.checks import check_dump
-from lightning_resume.plugin.frozen import FrozenParameters
+from lightning_resume.plugin.frozen import FrozenParameters, frozen_names
 from lightning_resume.plugin.ranks import decide
 from lightning_resume.plugin.retention import Retention
 from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence, is_crossed, stretched_interval
@@ -46,6 +47,7 @@ class Saver:
         self._may_stretch = settings.is_default_cadence
         self._writer = BackgroundWriter()
         self._image = Image()
+        self._kept: dict[str, KeptFile] = {}  # what the last save without an image has left, to be linked
         self._due_from = 0, 0.0  # step and time of the last save, also of one that failed
         self._saved_step = 0  # of the last one that succeeded, or is in flight
         self._seen_step = 0  # at the last cut
@@ -241,24 +243,29 @@ class Saver:
         try:
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CheckpointExistsError(path)
-            prepared = io.prepare(checkpoint, path)
-            job = self._job(prepared, check, io.run_id)
+            prepared = io.prepare(checkpoint, path, frozen_names(trainer.lightning_module))
             if in_background and self._is_copied(prepared):
-                self._writer.submit(path, job)
+                self._writer.submit(path, self._job(prepared, check, io.run_id, num_threads=1))
             else:
-                job()
+                self._job(prepared, check, io.run_id)()
         except (ResumeError, OSError) as error:
             return error
         return None
 
-    def _job(self, prepared: PreparedCheckpoint, check: Callable[[], None], run_id: str | None) -> Callable[[], None]:
+    def _job(
+        self,
+        prepared: PreparedCheckpoint,
+        check: Callable[[], None],
+        run_id: str | None,
+        num_threads: int | None = None,
+    ) -> Callable[[], None]:
         newest = self.last_path or None
         retention = self._retention(os.path.dirname(prepared.path))
 
         def job() -> None:
             check()
             retention.make_room(prepared.num_bytes, run_id, newest)
-            prepared.commit()
+            prepared.commit(num_threads, self._kept)
             retention.prune(run_id, prepared.path)  # only now: nothing is deleted before its successor is durable
 
         return job
