@@ -27,13 +27,19 @@ class WorkerTrail:
     ) -> None:
         self.num_workers = num_workers
         self.base_seed = 0
-        self.do_items_draw = False
+        self._do_items_draw = False
+        self._undecided: set[int] = set()
         self.starts: dict[int, States] = dict(starts or {})
         self.are_starts_known = are_starts_known
         self.counts: dict[int, int] = {}
         self.first = 0
         self._stamps: dict[int, deque[tuple[int, States | None, Any]]] = {}
         self._recent: deque[tuple[int, int]] = deque(maxlen=MAX_AHEAD)
+
+    @property
+    def do_items_draw(self) -> bool:
+        """Whether other workers would make other items; also where that is not known yet."""
+        return self._do_items_draw or bool(self._undecided)
 
     def note(self, index: int, stamped: Stamped) -> None:
         """Takes the stamp off batch number `index` of this pass."""
@@ -43,7 +49,11 @@ class WorkerTrail:
         stamps = self._stamps.setdefault(worker, deque(maxlen=MAX_AHEAD))
         before = stamps[-1][1] if stamps else self.starts.get(worker)
         stamps.append((index, before if stamped.states is None else stamped.states, stamped.dataset))
-        self.do_items_draw |= stamped.states is not None
+        if stamped.depends is None:
+            self._undecided.add(worker)
+        else:
+            self._undecided.discard(worker)
+            self._do_items_draw |= stamped.depends
         self.counts[worker] = self.counts.get(worker, 0) + 1
         self._recent.append((index, worker))
 

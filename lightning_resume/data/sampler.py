@@ -108,9 +108,11 @@ class FastForwardSampler(Sampler[Any]):
         """The wrapped sampler's iterator, run from the attributes that it began with; then they are as at the save."""
         others = self._others.changed() if self._others is not None else {}
         self._evolving.restore(self._attributes)
+        self._set_seeds(state)
         iterator = self._started(log, self._position)
         if draws_once(self.sampler) or state.get("num_drawn") == self._position:
             self._evolving.restore(state["idle"])
+            self._set_seeds(state)
         # Else it had run ahead, and what it changed in itself on the way will be changed again.
         if self._others is not None:
             self._others.restore(others)
@@ -158,9 +160,12 @@ class FastForwardSampler(Sampler[Any]):
         length = _length(self.sampler)
         if length is not None and state["position"] > length:
             raise StateMismatchError("sampler position", state["position"], f"a sampler of length {length}")
+        self._set_seeds(state)
+        self._pending = dict(state)
+
+    def _set_seeds(self, state: Mapping[str, Any]) -> None:
         for name, sampler in _seeded(self.sampler).items():
             sampler.seed = state["seeds"][name]
-        self._pending = dict(state)
 
 
 def advance(sampler: Iterable[Any], position: int) -> Iterator[Any]:

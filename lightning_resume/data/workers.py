@@ -38,6 +38,8 @@ class Stamped:
         states: the worker's streams and attributes after the batch; None where they did not move since its last one.
         start: the streams before the epoch's first batch; set on that batch of an iterable data set only.
         dataset: what a stateful iterable data set said about itself after the batch.
+        depends: whether items draw random numbers, or change attributes: other workers would make other items. None
+            where its first batch changed attributes, and may have been the only one that does: an open file, a cache.
     """
 
     batch: Any
@@ -45,6 +47,7 @@ class Stamped:
     states: States | None
     start: States | None = None
     dataset: Any = None
+    depends: bool | None = False
 
     def pin_memory(self, device: str | None = None) -> Stamped:
         """Called by DataLoader's pinning thread."""
@@ -95,6 +98,7 @@ class StampingCollate:
     ) -> None:
         self.collate_fn, self.evolving, self.source = collate_fn, evolving, source
         self._last: States | None = None
+        self._num_batches = 0
         self._streams: WorkerStreams | None = None
 
     def __call__(self, items: Any) -> Any:
@@ -108,9 +112,10 @@ class StampingCollate:
         states, start = self._streams.capture(), None
         if self.source is not None:
             start, self.source.start = self.source.start, None
-        moved = states != self._last
-        self._last = states
-        return Stamped(batch, info.id, states if moved else None, start, own_state(info.dataset))
+        moved, drawn = states != self._last, without_attributes(states) != without_attributes(self._last or {})
+        depends = None if moved and not drawn and self._num_batches == 0 else moved
+        self._last, self._num_batches = states, self._num_batches + 1
+        return Stamped(batch, info.id, states if moved else None, start, own_state(info.dataset), depends)
 
     def begin(self, dataset: object) -> None:
         """Runs in a worker before its first batch: from here on a stream that moves was moved by an item."""

@@ -202,7 +202,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             may_change_world_size=self._item_seed is not None,
         )
         self._resume, self._resumed_from, self._has_begun = None, None, False
-        self._configured = trainer_identity(trainer)
+        self._configured, self._beginning = trainer_identity(trainer), {}
         loops.install_hooks(
             trainer,
             lambda: self._before_epoch(trainer),

@@ -30,7 +30,9 @@ def look_at_beginning(trainer: Trainer) -> dict[str, Any]:
 
 
 def capture_circumstances(trainer: Trainer, beginning: Mapping[str, Any]) -> dict[str, Any]:
-    """For a checkpoint: how the fit began, and the plain attributes that have changed since."""
+    """For a checkpoint: how the fit began, and the plain attributes that have changed since; nothing before it did."""
+    if not beginning:
+        return {}
     return {
         **beginning,
         "attributes": changed_attributes(trainer, beginning["attributes"]),
@@ -45,13 +47,13 @@ def compare_circumstances(
 
     Args:
         trainer: before its first resumed batch.
-        saved: what `capture_circumstances` returned; None in a checkpoint that has none.
+        saved: what `capture_circumstances` returned, if anything.
         beginning: what `look_at_beginning` returned in this process.
 
     Returns:
         What makes this run another one, and what else there is to be told, one text each.
     """
-    if saved is None:
+    if not saved:
         return [], []
     before, now = dict(saved["settings"]), dict(beginning["settings"])
     if saved["num_training_batches"] == trainer.num_training_batches:  # the limit changes nothing

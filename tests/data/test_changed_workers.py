@@ -33,6 +33,28 @@ class Drawing(Plain):
         return index, random.random()
 
 
+class CountingItems(Plain):
+    """Items that depend on how many this copy of the data set has read."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.num_reads += 1
+        return index, float(self.num_reads)
+
+
+class SetUp(Plain):
+    """Sets itself up when it is first read from."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.is_open = True
+        return index, 0.0
+
+
 class Buckets(Sampler[Any]):
     """A batch sampler that draws before every batch."""
 
@@ -104,6 +126,30 @@ def test_items_that_draw_are_refused(before: int, after: int) -> None:
         goes_on(make(before), make(after), 3)
 
     assert (caught.value.saved, caught.value.current) == (before, after)
+
+
+@pytest.mark.parametrize("position", [2, 5])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
+def test_items_that_depend_on_what_was_read_are_refused(before: int, after: int, position: int) -> None:
+    """Each worker counts for itself: others would count otherwise."""
+    make = lambda workers: DataLoader(CountingItems(), BATCH_SIZE, num_workers=workers)  # noqa: E731
+
+    with pytest.raises(StateMismatchError, match="num_workers_changed") as caught:
+        goes_on(make(before), make(after), position)
+
+    assert (caught.value.saved, caught.value.current) == (before, after)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
+def test_a_data_set_that_sets_itself_up_is_exact_with_any_workers(before: int, after: int) -> None:
+    """What each worker does once, at its first batch, is no dependence on who reads."""
+    make = lambda workers: DataLoader(SetUp(), BATCH_SIZE, shuffle=True, num_workers=workers)  # noqa: E731
+    seed(1)
+    whole = train(ResumableLoader(make(before)))[0]
+
+    rows, differences = goes_on(make(before), make(after), 4)
+
+    assert (rows, differences) == (whole, [])
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
