@@ -18,9 +18,12 @@ from lightning_resume.catalog import (
     CheckpointInfo,
     clean_incomplete,
     newest_good,
+    newest_verified,
     prune_checkpoints,
     scan_checkpoints,
+    step_checkpoints,
     step_dirname,
+    steps_of_run,
 )
 from lightning_resume.errors import CheckpointReadError
 from lightning_resume.format import hidden
@@ -242,6 +245,32 @@ def test_the_newest_is_chosen_among_the_kind_that_is_asked_for(tmp_path: Path) -
     assert newest_good(tmp_path).global_step == 1
     assert newest_good(tmp_path, kind="weights").global_step == 2
     assert newest_good(tmp_path, kind=None).global_step == 2
+
+
+def test_a_runs_steps_are_its_good_full_checkpoints_that_are_named_after_their_step(tmp_path: Path) -> None:
+    """Not another run's, a ModelCheckpoint's, a model-only one, or one whose name says another step."""
+    for step, arguments in ((2, {}), (9, {"timeline": 1}), (4, {"kind": "weights"}), (5, {"run_id": "other"})):
+        save(tmp_path / step_dirname(step), step, **{"run_id": "run", **arguments})
+    save(tmp_path / "best.ckpt", 6, run_id="run")
+    save(tmp_path / step_dirname(8), 7, run_id="run")
+    (save(tmp_path / step_dirname(3), 3, run_id="run") / "state.json").unlink()
+
+    steps, run = step_checkpoints(tmp_path), steps_of_run(tmp_path, "run")
+
+    assert [info.path.name for info in steps] == [step_dirname(step) for step in (2, 5, 9)]
+    assert {place: info.path.name for place, info in run.items()} == {(0, 2): step_dirname(2), (1, 9): step_dirname(9)}
+
+
+def test_the_newest_verified_one_is_found_behind_damaged_ones(tmp_path: Path) -> None:
+    """A flipped bit is seen; with no good one there is none."""
+    for step in (1, 2):
+        save(tmp_path / step_dirname(step), step, run_id="run")
+    file = tmp_path / step_dirname(2) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x77")
+    run = steps_of_run(tmp_path, "run")
+
+    assert newest_verified(run) == (0, 1)
+    assert newest_verified({(0, 2): run[0, 2]}) is None
 
 
 def test_a_checkpoint_without_counters_is_older_than_any_with(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         back_pressure: what a save does that falls due while another is being written. "wait": it waits for that one.
             "skip": it is left out, and the next is due a whole interval later.
         save_on_train_start: save before the first batch: a job that is killed early comes back exactly, and state that
-            cannot be saved stops the run at once.
+            cannot be saved stops the run at once. Also after a resume from another than the newest one.
         save_on_train_end: save when training ends.
         save_on_exception: save when an exception ends training.
         save_on_signal: save when Lightning stops training after SIGTERM.
@@ -146,6 +146,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
         self._has_begun = False
+        self._has_gone_back = False  # to a checkpoint that is not the run's newest in the folder
         self._streams: RNGState | None = None
         self._trainer: weakref.ref[Trainer] | None = None
         self._lock: FolderLock | None = None
@@ -201,7 +202,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             agree=lambda path: decide(trainer, path),
             may_change_world_size=self._item_seed is not None,
         )
-        self._resume, self._resumed_from, self._has_begun = None, None, False
+        self._resume, self._resumed_from, self._has_begun, self._has_gone_back = None, None, False, False
         self._configured, self._beginning = trainer_identity(trainer), {}
         loops.install_hooks(
             trainer,
@@ -244,7 +245,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._resumed_from = os.path.abspath(path)
         index = read_index(path)
         self._io.run_id = index.run_id or self._io.run_id
-        self._io.timeline = timeline_after(self._folder(trainer), index)
+        self._io.timeline = decide(trainer, timeline_after(self._folder(trainer), index))
+        self._has_gone_back = self._io.timeline != index.timeline
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what has to be put back later, when the loop stands where the save was."""
@@ -308,8 +310,10 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._finish_resume(trainer)
         if not self._has_begun:
             self._has_begun = True
-            if self.settings.save_on_train_start and not self._saver.last_path and not loops.is_lazy(trainer):
-                self._save(trainer, "cut", must_succeed=True)
+            # Where the run has gone back, "last" is to be this place from now on, and not the one that it left.
+            is_wanted = not self._saver.last_path or (self._has_gone_back and not loops.is_inside_window(trainer))
+            if self.settings.save_on_train_start and is_wanted and not loops.is_lazy(trainer):
+                self._save(trainer, "cut", must_succeed=not self._saver.last_path)
         else:
             self._saver.poll(trainer)
             self._saver.make_ready(trainer)

@@ -62,7 +62,7 @@ def test_the_cli_makes_the_callback_by_its_path(tmp_path: Path) -> None:
     assert second.model.rows[0]["step"] == 8
     assert saved_steps(tmp_path / "ck") == [0, 3, 6, 8, 11, 14, 16]
     callback = next(c for c in second.trainer.callbacks if isinstance(c, AtomicResumeCallback))
-    assert (callback.allow, callback.data_version) == (("data_changed",), "v1")
+    assert (callback.allow, callback.settings.data_version) == (("data_changed",), "v1")
 
 
 @pytest.mark.parametrize("argument", ["every_n_train_steps=many", "keep_last=3", "train_time_interval=60"])

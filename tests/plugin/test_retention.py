@@ -143,9 +143,23 @@ def test_a_run_that_went_back_is_resumed_where_it_went_on(tmp_path: Path) -> Non
     again = NotedToy()
     make_trainer(tmp_path, plugin(tmp_path / "ck", keep_last_k=2), max_epochs=1).fit(again, loader(), ckpt_path="last")
 
-    assert infos == [*[(0, step) for step in (0, 1, 2, 3, 5, 6, 7, 8)], (1, 4)]
+    assert infos == [*[(0, step) for step in (0, 1, 2, 5, 6, 7, 8)], (1, 3), (1, 4)]
     assert again.rows[0]["step"] == 4
     assert [(info.timeline, info.global_step) for info in scan_checkpoints(tmp_path / "ck")] == [(1, 7), (1, 8)]
+
+
+def test_a_run_that_went_back_and_is_killed_at_once_comes_back_where_it_went(tmp_path: Path) -> None:
+    """ "last" is the checkpoint that was named, and no longer the newest step of what was left; and it is exact."""
+    job = Job(plugin={"every_n_train_steps": 3})
+    baseline = run(job, tmp_path / "base")
+    work = run(job, tmp_path / "work", kill_after=10).folder
+
+    run(job, tmp_path / "work", resume=step_dir(work, 3), kill_at=4)
+    newest = scan_checkpoints(work)[-1]
+    resumed = run(job, tmp_path / "work", resume=True)
+
+    assert (newest.timeline, newest.global_step) == (1, 3)
+    assert_same(baseline, resumed, start=3)
 
 
 def test_going_back_twice_makes_two_timelines(tmp_path: Path) -> None:
@@ -158,7 +172,7 @@ def test_going_back_twice_makes_two_timelines(tmp_path: Path) -> None:
         trainer.fit(NotedToy(), loader(), ckpt_path=step_dir(folder, step))
 
     timelines = {info.global_step: info.timeline for info in scan_checkpoints(folder)}
-    assert timelines == {0: 0, 4: 0, 8: 0, 5: 1, 1: 2, 2: 2, 3: 2}
+    assert timelines == {8: 0, 4: 1, 5: 1, 0: 2, 1: 2, 2: 2, 3: 2}
     assert scan_checkpoints(folder)[-1].global_step == 3
 
 
