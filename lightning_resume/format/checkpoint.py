@@ -12,9 +12,10 @@ import torch
 
 from lightning_resume.errors import MissingStateError
 from lightning_resume.format.contained import CheckpointFiles, look_into
+from lightning_resume.format.encoding import RANK_STATE_KEY
 from lightning_resume.format.index import CheckpointIndex
 from lightning_resume.format.migrate import migrate_checkpoint
-from lightning_resume.format.prepared import RANK_STATE_KEY, prepare_checkpoint, require_little_endian
+from lightning_resume.format.prepared import prepare_checkpoint, require_little_endian
 from lightning_resume.format.registry import DECODERS, register_type
 from lightning_resume.format.shards import read_groups
 from lightning_resume.format.skeleton import references
