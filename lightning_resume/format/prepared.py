@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_resume.errors import CheckpointWriteError, ResumeError, UnsupportedSetupError
+from lightning_resume.format.accelerator import beside_training, cuda_devices, finish_training
 from lightning_resume.format.durable import commit_directory, require_replaceable, write_file
 from lightning_resume.format.encoding import Layout, encode_files
 from lightning_resume.format.gather import copy_files
@@ -80,13 +81,20 @@ class PreparedCheckpoint:
             kept, image.kept = image.kept, {}  # void, should the copying fail
             contents = [(file.parts, places[file.name]) for file in self._files]
             compare = {number for number, file in enumerate(self._files) if file.name in kept}
-            is_equal = copy_files(contents, compare=compare)
+            devices = self._devices()
+            if devices:
+                image.pin()
+            with beside_training(devices):
+                is_equal = copy_files(contents, compare=compare, non_blocking=bool(devices))
             image.kept = {file.name: kept[file.name] for file, same in zip(self._files, is_equal, strict=True) if same}
             for file in self._files:
                 file.image, file.parts = places[file.name].numpy().data, []
         self._image, self._image_version = image, image.version
         if self._plans is not None:
             self._plans.release()
+
+    def _devices(self) -> set[torch.device]:
+        return cuda_devices(part for file in self._files for part in file.parts)
 
     def _require_own_state(self) -> None:
         """Refuses to write the state of another moment."""
@@ -112,6 +120,7 @@ class PreparedCheckpoint:
             CheckpointExistsError, CheckpointWriteError, UnsupportedStateError: as `write_checkpoint` says.
         """
         self._require_own_state()
+        finish_training(self._devices())
         known = self._image.kept if self._image is not None else {} if kept is None else kept
         written: dict[str, KeptFile] = {}
         try:
