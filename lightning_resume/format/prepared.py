@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 
 from lightning_resume.errors import CheckpointWriteError, ResumeError, UnsupportedSetupError
 from lightning_resume.format.accelerator import beside_training, cuda_devices, finish_training
+from lightning_resume.format.collector import paused_collection
 from lightning_resume.format.durable import commit_directory, require_replaceable, write_file
 from lightning_resume.format.encoding import Layout, encode_files
 from lightning_resume.format.gather import copy_files
@@ -211,18 +210,6 @@ def prepare_checkpoint(
     )
     index_to_bytes(draft.with_files({"state.json": FileEntry(0, "0" * 64)}))  # refuses what it cannot hold
     return PreparedCheckpoint(target, draft, files, overwrite, plans)
-
-
-@contextlib.contextmanager
-def paused_collection() -> Iterator[None]:
-    """Keeps python's cyclic garbage collector still: 10^5 new objects would make it walk through all old ones."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
