@@ -18,7 +18,6 @@ from lightning_resume.format.threads import default_threads, for_each
 
 Part = Union[bytes, Blob]  # noqa: UP007 (evaluated when the module is loaded, on Python 3.10 too)
 Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
-Queue = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors to copy to, tensors to copy from
 
 PIECE_BYTES = 8 * 2**20  # what a thread copies at a time
 LARGE_BYTES = 2**18  # smaller pieces are left to one thread: several python threads over them are slower
