@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from benchmarks.states import State, tensors_of
 from lightning_resume.format.image import Image
+from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
 
 BLOCK_BYTES = 8 * 2**20
@@ -75,7 +76,8 @@ class Saves:
     """
 
     def __init__(self, state: State, frozen: list[str] | None = None) -> None:
-        self.state, self.frozen, self.image = state, frozen or [], Image()
+        self.state, self.frozen = state, frozen or []
+        self.image, self.plans, self.sync_plans = Image(), PlanCache(), PlanCache()
 
     def torch_save(self, folder: Path) -> None:
         torch.save(self.state, folder / "state.pt")
@@ -102,11 +104,11 @@ class Saves:
         return {"stall": stall}
 
     def ours(self, folder: Path) -> None:
-        prepare_checkpoint(folder / "ours", self.state).commit()
+        prepare_checkpoint(folder / "ours", self.state, plans=self.sync_plans).commit()
 
     def prepare(self, path: Path) -> PreparedCheckpoint:
         """The part that training waits for."""
-        checkpoint = prepare_checkpoint(path, self.state, frozen=self.frozen)
+        checkpoint = prepare_checkpoint(path, self.state, frozen=self.frozen, plans=self.plans)
         checkpoint.copy_into(self.image)
         return checkpoint
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def run(options: Namespace) -> dict[str, Any]:
         ):
             report[name] = measure_state(state(), folder, rounds, 0.2 if options.quick else 3.0, name == "big")
         report["adapters"] = measure_adapters(folder, rounds, **sizes)
+        layers = (1, 2) if options.quick else (1, 11, 46)
+        report["scale"] = [measure_scale(sizes["width"], number, folder) for number in layers]
         report["planning_seconds_100k"] = seconds_to_plan(1000 if options.quick else 100_000)
         measured = OURS if options.quick else (*OTHERS, *OURS)
         report["memory"] = {name: peak_memory(name, sizes, folder) for name in measured}
@@ -125,15 +128,39 @@ def seconds_to_plan(num_tensors: int) -> float:
 
 def peak_memory(name: str, sizes: dict[str, int], folder: Path) -> float:
     """Peak memory of a save on top of the state, in relation to the state; measured in a new process."""
+    return float(_in_new_process(_peak, name, sizes, str(folder)))
+
+
+def measure_scale(width: int, num_layers: int, folder: Path) -> dict[str, float]:
+    """A save of another size, in a new process: bytes of the state, seconds, bytes of extra memory, files."""
+    result: dict[str, float] = _in_new_process(_scale, width, num_layers, str(folder))
+    return result
+
+
+def _in_new_process(measure: Callable[..., None], *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=_peak, args=(theirs, name, sizes, str(folder)))
+    process = context.Process(target=measure, args=(theirs, *arguments))
     process.start()
     theirs.close()
     try:
-        return float(mine.recv())
+        return mine.recv()
     finally:
         process.join()
+
+
+def _scale(connection: Any, width: int, num_layers: int, folder: str) -> None:
+    state, seconds = big_state(width, num_layers), []
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        prepare_checkpoint(Path(place) / "first", {"w": torch.ones(1)}).commit()
+        with PeakMemory() as peak:
+            for number in range(3):
+                begun = time.perf_counter()
+                index = prepare_checkpoint(Path(place) / str(number), state).commit()
+                seconds.append(time.perf_counter() - begun)
+                shutil.rmtree(Path(place) / str(number))
+    figures = {"num_bytes": bytes_of(state), "seconds": min(seconds), "memory_bytes": peak.num_bytes}
+    connection.send({**figures, "num_files": len(index.files) + 1})
 
 
 def _peak(connection: Any, name: str, sizes: dict[str, int], folder: str) -> None:

@@ -76,6 +76,13 @@ def as_text(report: dict[str, Any]) -> str:
     lines += _table(f"adapters: {adapters['num_bytes'] / 1e6:.0f} MB, saving", adapters["save"], "full save")
     lines += ["", "peak memory of a save / state"]
     lines += [f"  {name:44}{ratio:8.2f}" for name, ratio in report["memory"].items()]
+    lines += ["", f"{'a save by size: MB':22}{'s':>9}{'s per GB':>10}{'extra MB':>10}{'files':>7}"]
+    for row in report["scale"]:
+        gigabytes = row["num_bytes"] / 1e9
+        lines.append(
+            f"  {1000 * gigabytes:20.0f}{row['seconds']:9.3f}{row['seconds'] / gigabytes:10.2f}"
+            f"{row['memory_bytes'] / 1e6:10.1f}{row['num_files']:7.0f}"
+        )
     lines += ["", f"{'promised of medians':58}{'found':>10}{'limit':>8}"]
     for what, found, limit in promises(report):
         lines.append(f"  {what:56}{found:10.2f}{limit:8.2f}  {'' if found <= limit else 'MISSED'}".rstrip())

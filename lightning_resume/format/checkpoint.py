@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from lightning_resume.errors import MissingStateError
+from lightning_resume.format.collector import paused_collection
 from lightning_resume.format.contained import CheckpointFiles, look_into
+from lightning_resume.format.encoding import RANK_STATE_KEY
 from lightning_resume.format.index import CheckpointIndex
 from lightning_resume.format.migrate import migrate_checkpoint
-from lightning_resume.format.prepared import RANK_STATE_KEY, prepare_checkpoint, require_little_endian
+from lightning_resume.format.prepared import prepare_checkpoint, require_little_endian
 from lightning_resume.format.registry import DECODERS, register_type
 from lightning_resume.format.shards import read_groups
 from lightning_resume.format.skeleton import references
@@ -137,7 +139,7 @@ def read_checkpoint(
             raise TypeError(f"{name}={value!r} is one text: pass a set of keys")
     require_little_endian()
     wanted = None if keys is None and not exclude else functools.partial(_is_wanted, keys, exclude)
-    with torch.inference_mode(False), torch.no_grad():  # the caller's mode would mark the tensors
+    with paused_collection(), torch.inference_mode(False), torch.no_grad():  # the caller's mode would mark the tensors
         return look_into(Path(path), lambda files: _read(files, wanted, verify, rank))
 
 

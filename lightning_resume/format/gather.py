@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
-from typing import Union
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Any, Union
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from lightning_resume.format.threads import default_threads, for_each
 
 Part = Union[bytes, Blob]  # noqa: UP007 (evaluated when the module is loaded, on Python 3.10 too)
 Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
-Queue = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors to copy to, tensors to copy from
 
 PIECE_BYTES = 8 * 2**20  # what a thread copies at a time
 LARGE_BYTES = 2**18  # smaller pieces are left to one thread: several python threads over them are slower
@@ -125,23 +126,39 @@ class _Layout:
         self.targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._kept: list[object] = [parts]
-        place, begin = memory.data_ptr(), 0
+        self._memory = memory
+        begin = 0
+        for is_in_place, group in groupby(parts, _is_in_place):
+            run: list[Any] = list(group)
+            begin = self._add_in_place(run, begin) if is_in_place else self._add_others(run, begin)
+
+    def _add_in_place(self, blobs: Sequence[Blob], begin: int) -> int:
+        """Adds tensors that lie in memory as they do in the file; all of them at once, since there may be 10^5."""
+        tensors: list[torch.Tensor] = [blob.owner for blob in blobs]
+        sizes = [blob.num_bytes for blob in blobs]
+        is_whole = map(torch.Tensor.is_contiguous, tensors)
+        for blob, size, whole, has in zip(blobs, map(_nbytes, tensors), is_whole, _held_bytes(tensors), strict=True):
+            # What is copied by address from here on is all there.
+            if size != blob.num_bytes or not whole or has < size:
+                blob.refuse_change()
+        ends = list(accumulate(sizes, initial=self._memory.data_ptr() + begin))
+        self.pieces += zip(ends, map(torch.Tensor.data_ptr, tensors), sizes)  # noqa: B905 (one more end)
+        return begin + sum(sizes)
+
+    def _add_others(self, parts: Iterable[Part], begin: int) -> int:
         for part in parts:
-            if not isinstance(part, Blob):
-                self._add(place + begin, memoryview(part))
-                begin += len(part)
-                continue
-            num_bytes = part.num_bytes
-            if part.source is bytes_in_place:
-                self.pieces.append((place + begin, _address(part), num_bytes))
-            elif _is_copyable(part):
+            num_bytes = part_bytes(part)
+            if isinstance(part, Blob) and _is_copyable(part):
                 tensor = part.owner
                 copied_as = _COPIED_AS.get(part.dtype, tensor.dtype)
-                self.targets.append(memory[begin : begin + num_bytes].view(copied_as).view(tensor.shape))
+                self.targets.append(self._memory[begin : begin + num_bytes].view(copied_as).view(tensor.shape))
                 self._sources.append(tensor.detach().view(copied_as))
             elif num_bytes:
-                self._add(place + begin, part.data())
+                array = np.frombuffer(part_data(part), np.uint8)
+                self._kept.append(array)
+                self.pieces.append((self._memory.data_ptr() + begin, array.ctypes.data, num_bytes))
             begin += num_bytes
+        return begin
 
     def copy_tensors(self, *, non_blocking: bool = False) -> None:
         """Copies the tensors that do not lie in memory as they do in the file, or that an accelerator has."""
@@ -149,21 +166,18 @@ class _Layout:
             with torch.no_grad():
                 torch._foreach_copy_(self.targets, self._sources, non_blocking=non_blocking)
 
-    def _add(self, to: int, data: memoryview) -> None:
-        array = np.frombuffer(data, np.uint8)
-        self._kept.append(array)
-        self.pieces.append((to, array.ctypes.data, array.nbytes))
+
+_nbytes = attrgetter("nbytes")
 
 
-def _address(blob: Blob) -> int:
-    """Where a contiguous tensor's data lies; what is copied from there without another look is all there."""
-    tensor: torch.Tensor = blob.owner
-    numel = tensor.numel()
-    if numel * tensor.element_size() != blob.num_bytes or not tensor.is_contiguous():
-        blob.refuse_change()
-    if numel and not has_memory(tensor, numel):
-        blob.refuse_change()
-    return tensor.data_ptr()
+def _is_in_place(part: Part) -> bool:
+    return isinstance(part, Blob) and part.source is bytes_in_place
+
+
+def _held_bytes(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
+    """Bytes of each tensor's storage from the tensor's first item on."""
+    for tensor, storage in zip(tensors, map(torch.Tensor.untyped_storage, tensors), strict=True):
+        yield storage.nbytes() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _is_copyable(blob: Blob) -> bool:

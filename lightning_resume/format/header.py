@@ -179,7 +179,12 @@ def _parse_entry(name: str, fields: Any) -> Entry:
 
 
 def _are_sizes(values: Any) -> bool:
-    return type(values) is list and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110 (`all` of a generator takes three times as long, 10^5 times)
+        if type(value) is not int or not 0 <= value < 2**63:
+            return False
+    return True
 
 
 def _place(entry: Entry) -> tuple[int, int]:

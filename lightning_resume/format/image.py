@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 from collections.abc import Mapping
 
 import torch
 
+from lightning_resume.format.accelerator import pin
 from lightning_resume.format.links import KeptFile
 from lightning_resume.format.output import ALIGNMENT
 
@@ -33,6 +35,7 @@ class Image:
         self.kept: dict[str, KeptFile] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._unpin: weakref.finalize[[], Image] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +76,9 @@ class Image:
         if num_bytes <= self.num_bytes:
             return
         self.kept = {}
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._bytes = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
         try:
             memory = mmap.mmap(-1, num_bytes)
@@ -86,3 +92,9 @@ class Image:
                 with contextlib.suppress(OSError):
                     memory.madvise(getattr(mmap, advice))
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+    def pin(self) -> None:
+        """Pins the memory that there is, for copies from a GPU; once, until it grows."""
+        if self._unpin is None and self.num_bytes:
+            unpin = pin(self._bytes)
+            self._unpin = weakref.finalize(self, unpin) if unpin is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_resume.format.blobs import Blob
 from lightning_resume.format.blocks import Block, Buffer, gathered_blocks, image_blocks
@@ -36,12 +36,14 @@ class PlannedFile:
 
     name: str
     parts: list[Part]
+    num_bytes: int
     is_frozen: bool = False
-    num_bytes: int = field(init=False)
     image: memoryview | None = None
 
-    def __post_init__(self) -> None:
-        self.num_bytes = sum(map(part_bytes, self.parts))
+    @classmethod
+    def of(cls, name: str, parts: list[Part], *, is_frozen: bool = False) -> PlannedFile:
+        """A file of these parts."""
+        return cls(name, parts, sum(map(part_bytes, parts)), is_frozen)
 
     def has_contents(self, entry: FileEntry) -> bool:
         """Whether the file, of which an earlier version is known, is still the same.
@@ -93,12 +95,12 @@ def plan_group(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.append(PlannedFile(name, _parts(shard), is_frozen=number <= len(frozen_shards)))
+        files.append(PlannedFile.of(name, _parts(shard), is_frozen=number <= len(frozen_shards)))
         weight_map.update((blob.name, name) for blob in shard)
     if group == "model" and len(shards) > 1:
         total = sum(blob.num_bytes for blob in blobs)
         text = dump_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-        files.append(PlannedFile(WEIGHT_MAP_NAME, [text]))
+        files.append(PlannedFile.of(WEIGHT_MAP_NAME, [text]))
     return files
 
 

@@ -1,0 +1,231 @@
+"""With a plan that is kept, a save gives the files that it gives without one; any difference of structure is seen."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_resume.errors import UnsupportedStateError
+from lightning_resume.format import plans
+from lightning_resume.format.image import Image
+from lightning_resume.format.plans import PlanCache
+from lightning_resume.format.prepared import prepare_checkpoint
+
+State = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def few_are_enough(monkeypatch: Any) -> None:
+    """Plans are kept for any number of tensors."""
+    monkeypatch.setattr(plans, "MIN_TENSORS", 1)
+
+
+def state(step: int = 0) -> State:
+    """A state in which the kinds of values that training has occur; its numbers depend on the step."""
+    torch.manual_seed(step)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (step + 1))
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "epoch": step,
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [{"last_epoch": step, "_last_lr": [0.5**step], "zero": -0.0 if step else 0.0}],
+        "loops": {"progress": {"ready": step, "done": {1: (step, None)}}, "name": f"step {step}"},
+        "order": list(range(step, step + 600)),
+        "array": np.arange(6.0) + step,
+        "parameter": nn.Parameter(torch.randn(2, 1)),
+        "set": {step},
+    }
+
+
+def is_planned(cache: PlanCache, value: State, folder: Path, **arguments: Any) -> bool:
+    """Saves with the cache, in turn by way of an image and without; whether its plan could be used.
+
+    The files are the ones that are written without a cache, or an error passes.
+    """
+    version = cache.version
+    before = cache._plan
+    checkpoint = prepare_checkpoint(folder / f"with-{version}", value, plans=cache, **arguments)
+    was_used = before is not None and cache._plan is before
+    if version % 2:
+        checkpoint.copy_into(Image())
+    index = checkpoint.commit()
+    fresh = prepare_checkpoint(folder / f"without-{version}", value, **arguments).commit()
+    assert index.files == fresh.files
+    return was_used
+
+
+def test_a_plan_gives_the_same_files(tmp_path: Path) -> None:
+    """From the second save on it is used, while all numbers and tensors change."""
+    cache = PlanCache()
+
+    used = [is_planned(cache, state(step), tmp_path, rank_states=[{"step": step}]) for step in range(6)]
+
+    assert used == [False, True, True, True, True, True]
+
+
+def replaced(key: str, change: Callable[[Any], Any]) -> Callable[[State], Any]:
+    """A change of one entry."""
+    return lambda value: value.update({key: change(value[key])})
+
+
+def in_weights(change: Callable[[torch.Tensor], Any]) -> Callable[[State], Any]:
+    """A change of one of the model's tensors."""
+    return lambda value: value["state_dict"].update({"0.weight": change(value["state_dict"]["0.weight"])})
+
+
+def share(value: State) -> None:
+    value["optimizer_states"][0]["state"][0]["exp_avg"] = value["state_dict"]["0.weight"]
+
+
+def rename(value: State) -> None:
+    value["state_dict"] = OrderedDict((key.replace("0.", "first."), item) for key, item in value["state_dict"].items())
+
+
+def reorder(value: State) -> None:
+    value["state_dict"].move_to_end("0.weight")
+
+
+def renumber(value: State) -> None:
+    steps = value["optimizer_states"][0]["state"]
+    value["optimizer_states"][0]["state"] = {float(key): item for key, item in steps.items()}
+
+
+def note_version(value: State) -> None:
+    value["state_dict"]._metadata[""]["version"] = 7
+
+
+CHANGES: dict[str, Callable[[State], Any]] = {
+    "dtype": in_weights(torch.Tensor.double),
+    "shape": in_weights(lambda tensor: tensor.view(-1)),
+    "strides": in_weights(lambda tensor: tensor.t().contiguous().t()),
+    "strides of one": replaced("parameter", lambda tensor: nn.Parameter(tensor.detach().as_strided((2, 1), (1, 7)))),
+    "part of another": in_weights(lambda tensor: torch.cat([tensor, tensor])[:4]),
+    "a gap": in_weights(lambda tensor: torch.cat([tensor, tensor], 1)[:, :3]),
+    "negative view": in_weights(lambda tensor: tensor._neg_view()),
+    "sparse": in_weights(torch.Tensor.to_sparse),
+    "parameter": in_weights(nn.Parameter),
+    "no parameter": replaced("parameter", lambda tensor: tensor.detach()),
+    "requires no gradient": replaced("parameter", lambda tensor: nn.Parameter(tensor.detach(), False)),
+    "no tensor": in_weights(lambda tensor: 3),
+    "a tensor": replaced("epoch", torch.tensor),
+    "shared": share,
+    "renamed": rename,
+    "other order": reorder,
+    "keys of another type": renumber,
+    "attribute": note_version,
+    "one more": lambda value: value["state_dict"].update(more=torch.ones(3)),
+    "one less": lambda value: value["state_dict"].popitem(),
+    "one more at the top": lambda value: value.update(more=1),
+    "one less at the top": lambda value: value.popitem(),
+    "plain dict": replaced("state_dict", dict),
+    "tuple": replaced("lr_schedulers", tuple),
+    "bool": replaced("epoch", bool),
+    "float": replaced("epoch", float),
+    "a list for a number": replaced("epoch", lambda number: [number]),
+    "a list for a list": replaced("order", lambda items: [*items, 1]),
+    "a short list": replaced("order", lambda items: items[:3]),
+    "a list of floats": replaced("order", lambda items: list(map(float, items))),
+    "an array's dtype": replaced("array", lambda array: array.astype(np.float32)),
+    "an array's shape": replaced("array", lambda array: array.reshape(2, 3)),
+    "an array's order": replaced("array", lambda array: np.asfortranarray(array.reshape(2, 3))),
+    "an array for a number": replaced("epoch", lambda number: np.ones(2)),
+    "text": replaced("loops", lambda loops: {**loops, "name": "\ud800"}),
+    "big number": replaced("epoch", lambda number: 2**70),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_state_that_is_built_otherwise_gives_its_own_files(change: Callable[[State], Any], tmp_path: Path) -> None:
+    """Whatever has changed, with the plan or without it; and the next state is planned again."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    changed = state(1)
+    change(changed)
+
+    is_planned(cache, changed, tmp_path)
+    is_planned(cache, changed, tmp_path)
+    is_planned(cache, state(2), tmp_path)
+
+    assert is_planned(cache, state(3), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [({"max_shard_bytes": 100}, {}), ({"model_key": "loops"}, {}), ({}, {"frozen": ["0.weight"]})]
+)
+def test_another_layout_is_another_plan(first: dict[str, Any], second: dict[str, Any], tmp_path: Path) -> None:
+    """The plan depends on the arguments too."""
+    cache = PlanCache()
+
+    assert not is_planned(cache, state(), tmp_path, **first)
+    assert not is_planned(cache, state(), tmp_path, **second)
+
+
+def test_what_cannot_be_saved_is_named_with_a_plan_too(tmp_path: Path) -> None:
+    """The key path is the one that is told without it; the state after it is saved."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    wrong = state(1)
+    wrong["loops"]["progress"]["ready"] = object()
+
+    with pytest.raises(UnsupportedStateError) as caught:
+        prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+
+    assert caught.value.key_path == "loops.progress.ready"
+    assert not is_planned(cache, state(2), tmp_path)
+
+
+def test_a_tensor_whose_memory_is_gone_is_refused(tmp_path: Path) -> None:
+    """Reading on would end the process."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    freed = state(1)
+    freed["state_dict"]["0.weight"].untyped_storage().resize_(4)
+
+    with pytest.raises(UnsupportedStateError, match=r"state_dict\.0\.weight"):
+        prepare_checkpoint(tmp_path / "c", freed, plans=cache).copy_into(Image())
+
+
+def test_a_state_that_was_prepared_too_early_is_not_written(tmp_path: Path) -> None:
+    """Its plan holds the tensors of the next one by then."""
+    cache = PlanCache()
+    first = prepare_checkpoint(tmp_path / "1", state(), plans=cache)
+    prepare_checkpoint(tmp_path / "2", state(1), plans=cache)
+
+    with pytest.raises(RuntimeError, match="another state was prepared"):
+        first.commit()
+    with pytest.raises(RuntimeError, match="another state was prepared"):
+        first.copy_into(Image())
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_keeps_no_tensor_alive(tmp_path: Path) -> None:
+    """Memory is the state's own again as soon as it was copied."""
+    cache = PlanCache()
+
+    is_planned(cache, state(), tmp_path)
+    is_planned(cache, state(1), tmp_path)
+
+    assert cache._plan is not None
+    assert {blob.owner for blob in (*cache._plan._tensors, *cache._plan._others)} == {None}
+
+
+def test_a_state_that_is_never_the_same_is_no_longer_planned(tmp_path: Path) -> None:
+    """After some attempts nothing is spent on it."""
+    cache = PlanCache()
+
+    for number in range(5):
+        is_planned(cache, {"state_dict": {"w": torch.ones(number + 1)}}, tmp_path)
+
+    assert cache._plan is None
