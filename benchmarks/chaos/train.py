@@ -1,7 +1,7 @@
 """The job that ckpt-chaos kills: ten batches in two epochs and a half, a save after every second, everything kept.
 
-    python benchmarks/chaos/train.py --out FOLDER                with AtomicResumeCallback, saves in the background
-    python benchmarks/chaos/train.py --out FOLDER --stock        with Lightning's ModelCheckpoint
+    python -m benchmarks.chaos.train --out FOLDER                with AtomicResumeCallback, saves in the background
+    python -m benchmarks.chaos.train --out FOLDER --stock        with Lightning's ModelCheckpoint
 
 Started again with the same FOLDER, it goes on where it was. It prints `resumed from step N`, and writes FOLDER/final:
 digests of the weights and of the optimizer.
@@ -66,8 +66,8 @@ def main():
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--without-fsync", action="store_true", help="a control: saves that are not durable")
     options = parser.parse_args()
-    if "CKPT_CHAOS_ARMED" in os.environ and not options.stock:
-        from reach import widen
+    if "CKPT_CHAOS_WATCH" in os.environ and not options.stock:
+        from benchmarks.chaos.reach import widen
 
         widen()
     if options.without_fsync:
