@@ -193,7 +193,7 @@ class Findings:
             if not 0 <= lost <= MAX_LOST:
                 self.faults.append(f"process {number}: {lost} steps were lost")
             self.reached = steps[-1]
-        names = os.listdir(self.folder) if self.folder.exists() else []
+        names = [path.name for path in self.folder.glob("*") if path.is_dir()]
         self.most_directories = max(self.most_directories, len(names))
         if len(names) > KEEP + 1:
             self.faults.append(f"process {number}: {len(names)} directories: {sorted(names)}")
