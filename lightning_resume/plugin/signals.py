@@ -92,6 +92,7 @@ class Signals:
         self._older.clear()
         self._oldest.clear()
         self._noted.clear()
+        self._num_cuts = self._ask_after = 1
 
     def leave(self, trainer: Trainer) -> None:
         """An exception ends training, of whatever kind: what was noted before it and is not heeded is handed on."""
