@@ -56,7 +56,7 @@ def main(folder: Path, name: str, checkpoint: str, *sends: str) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    trainer.fit(Toy(), DataLoader(ToyItems(32), 4, shuffle=True), ckpt_path=None if checkpoint == "none" else "last")
+    trainer.fit(Toy(), DataLoader(ToyItems(256), 4, shuffle=True), ckpt_path=None if checkpoint == "none" else "last")
 
 
 if __name__ == "__main__":

@@ -72,9 +72,12 @@ class AtomicResumeCallback(ModelCheckpoint):
         save_on_train_start: save before the first batch: a job that is killed early comes back exactly, and state that
             cannot be saved stops the run at once. Also after a resume from another than the newest one.
         save_on_train_end: save when training ends.
-        save_on_exception: save when an exception ends training.
-        save_on_signal: save when Lightning stops training after SIGTERM.
-        preemption_notice_seconds: how long the machine leaves after its signal; you are warned where saving takes
+        save_on_exception: save the last whole step when an exception ends the next one before its optimizer step, and
+            all of it can be put back; else a warning says what is lost. In a single process only.
+        save_on_signal: at SIGTERM, SIGINT, or the signal at which Lightning has SLURM requeue the job, finish the
+            batch and save; only then what would have happened without this callback happens. A second SIGINT stops at
+            once, without a save. In the main thread only.
+        preemption_notice_seconds: how long the machine leaves after its signal; you are warned once where a save takes
             longer.
         max_shard_bytes: size of a safetensors file at which the next one is begun.
         data_version: your own name for the data; a resume with another one is refused.
@@ -346,7 +349,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         """Training has ended, and what it was to save is saved: a signal that came since the last cut is heeded."""
         if self not in loops.callbacks(trainer):
             return
-        if self.settings.save_on_signal and self._signals.may_be_noted(trainer):
+        if self.settings.save_on_signal and (self._signals.may_be_noted(trainer) or trainer.world_size > 1):
             self._signals.heed(trainer, lambda: None, lambda: self._at("end"))
         self._signals.remove()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -94,34 +93,44 @@ class Watched:
     def __init__(self, trainer: Trainer) -> None:
         """Lists them, so that looking at them is cheap."""
         self._names, self._parameters, self._modules = _lists(trainer)
-        self._optimizers = trainer.optimizers
+        self._optimizers = list(trainer.optimizers)
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
 
     def marks(self) -> list[Any]:
         """Equal to what it was before exactly if nothing was touched."""
-        settings = [
-            (key, (id(value), value._version) if isinstance(value, torch.Tensor) else copy.copy(value))
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key != "params"
-        ]
+        owners = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        owners += [vars(scheduler) for scheduler in self._schedulers]
         return [
             *((p._version, p.data_ptr(), p.requires_grad) for p in self._parameters),
             [module.training for module in self._modules],
-            settings,
+            [_settings(owner) for owner in owners],
         ]
 
     def is_other(self, trainer: Trainer) -> bool:
         """Whether there are others now."""
         names, parameters, modules = _lists(trainer)
-        now = [*parameters, *modules, *trainer.optimizers]
-        before = [*self._parameters, *self._modules, *self._optimizers]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        now = [*parameters, *modules, *trainer.optimizers, *schedulers]
+        before = [*self._parameters, *self._modules, *self._optimizers, *self._schedulers]
         return names != self._names or [id(item) for item in now] != [id(item) for item in before]
 
     @property
     def parameter_names(self) -> frozenset[str]:
         """By which a `state_dict` has the parameters."""
         return frozenset(self._names)
+
+
+def _settings(owner: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of an optimizer's group or a scheduler, and marks of its tensors."""
+    settings: dict[str, Any] = {}
+    for name, value in owner.items():
+        if isinstance(value, torch.Tensor):
+            settings[name] = id(value), value._version
+        elif isinstance(value, int | float | str | tuple) or value is None:
+            settings[name] = value
+        elif isinstance(value, list) and name != "params":
+            settings[name] = list(value)
+    return settings
 
 
 def _lists(trainer: Trainer) -> tuple[list[str], list[torch.nn.Parameter], list[torch.nn.Module]]:

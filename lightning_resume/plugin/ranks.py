@@ -28,10 +28,10 @@ def decide(trainer: Trainer, decision: T) -> T:
     return trainer.strategy.broadcast(decision, src=0)
 
 
-def any_rank(trainer: Trainer, flags: Sequence[bool]) -> list[bool]:
-    """For each flag, whether it is set on any rank; the same on every rank. All ranks must call."""
+def largest(trainer: Trainer, values: Sequence[int]) -> list[int]:
+    """For each value the largest one of all ranks; the same on every rank. All ranks must call."""
     if trainer.world_size == 1:
-        return list(flags)
-    tensor = torch.tensor([int(flag) for flag in flags], device=trainer.strategy.root_device)
+        return list(values)
+    tensor = torch.tensor(values, device=trainer.strategy.root_device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return [bool(flag) for flag in tensor.tolist()]
+    return [int(value) for value in tensor.tolist()]

@@ -99,7 +99,9 @@ class Recall:
         if self._watched is None or self._watched.is_other(trainer):
             return "the module has other parameters or submodules than before"
         if self._watched.marks() != self._marks:
-            return "parameters, their optimizer's settings or training modes were changed by the step"
+            return "parameters, training modes, or settings of an optimizer or scheduler were changed by the step"
+        if {name for name, _ in trainer.lightning_module.named_buffers()} != set(self._parts["buffers"]):
+            return "the module has other buffers than before"
         found = module_state.held_generators(trainer)
         if {name: id(g) for name, g in found.items()} != {name: id(g) for name, g in self._generators.items()}:
             return "other random generators are held than when training began"
@@ -125,6 +127,8 @@ class Recall:
         """
         if self._watched is None:
             raise RuntimeError("no cut is remembered")
+        if "current_model_state" in checkpoint:
+            raise RuntimeError("averaged weights stand in the place of the module's own")
         (state,) = checkpoint[RANK_STATES]
         buffers, parts = self._parts["buffers"], self._parts
         names = set(checkpoint["state_dict"]) - self._watched.parameter_names

@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,9 +23,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_resume.plugin import loops
-from lightning_resume.plugin.ranks import any_rank
+from lightning_resume.plugin.ranks import largest
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
+
+ASK_EVERY_SECONDS = 0.1
+"""Several ranks ask each other at the first cut after so much time."""
 
 _HINT = b"\nTraining stops when this batch is over and saved; Ctrl-C again stops it at once, without a save.\n"
 
@@ -45,6 +49,8 @@ class Signals:
         self._requeue_signal: int | None = None
         self._pid = -1
         self._tells = False
+        self._asked_at = 0.0
+        self._num_cuts = self._ask_after = 1  # since the ranks asked each other
 
     @property
     def is_impatient(self) -> bool:
@@ -52,8 +58,11 @@ class Signals:
         return self._noted[signal.SIGINT] > 1
 
     def may_be_noted(self, trainer: Trainer) -> bool:
-        """Whether `heed` has anything to do, or to ask the other ranks; the same on every rank."""
-        return trainer.world_size > 1 or bool(self._noted) or trainer.received_sigterm
+        """Whether `heed` has anything to do, or to ask the other ranks. To be called at each cut, on all ranks."""
+        self._num_cuts += 1
+        if trainer.world_size > 1:
+            return self._num_cuts > self._ask_after
+        return bool(self._noted) or trainer.received_sigterm
 
     def install(self, trainer: Trainer) -> None:
         """Training begins. Does nothing outside the main thread, or where a signal is ignored or handled in C.
@@ -83,6 +92,7 @@ class Signals:
         self._older.clear()
         self._oldest.clear()
         self._noted.clear()
+        self._num_cuts = self._ask_after = 1
 
     def leave(self, trainer: Trainer) -> None:
         """An exception ends training, of whatever kind: what was noted before it and is not heeded is handed on."""
@@ -100,7 +110,7 @@ class Signals:
     ) -> None:
         """At a cut: if any rank has noted a signal, saves, then lets the older handlers act. All ranks must call.
 
-        In several processes it costs a reduction of two or three numbers, in place of Lightning's broadcast.
+        In several processes it costs a reduction of a few numbers, in place of Lightning's broadcast at every batch.
 
         Args:
             trainer: at the cut, or at the end of training.
@@ -111,10 +121,9 @@ class Signals:
             SIGTERMException: Lightning was asked to end.
             KeyboardInterrupt: and whatever else an older handler raises.
         """
-        wanted = any_rank(trainer, [self._is_noted(trainer, signum) for signum in self._kinds()])
-        if not any(wanted):
+        signums = self._wanted(trainer)
+        if not signums:
             return
-        signums = [signum for signum, is_wanted in zip(self._kinds(), wanted, strict=True) if is_wanted]
         save()
         names = " and ".join(signal.Signals(signum).name for signum in signums)
         rank_zero_info(f"{names} came: heeded at global_step {trainer.global_step}, between two batches.")
@@ -126,6 +135,15 @@ class Signals:
             if signum == signal.SIGTERM and trainer.received_sigterm:
                 raise SIGTERMException
         self._mind_workers()
+
+    def _wanted(self, trainer: Trainer) -> list[int]:
+        """The signals that any rank has noted. From the slowest one's pace follows when to ask again."""
+        now = time.monotonic()
+        pace = int(1e6 * (now - self._asked_at) / self._num_cuts)
+        *wanted, pace = largest(trainer, [*(self._is_noted(trainer, signum) for signum in self._kinds()), pace])
+        self._asked_at, self._num_cuts = now, 0
+        self._ask_after = int(1e6 * ASK_EVERY_SECONDS / max(pace, 1))
+        return [signum for signum, is_wanted in zip(self._kinds(), wanted, strict=True) if is_wanted]
 
     def _kinds(self) -> list[int]:
         requeue = [] if self._requeue_signal in (None, signal.SIGTERM, signal.SIGINT) else [self._requeue_signal]

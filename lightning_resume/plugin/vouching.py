@@ -51,7 +51,8 @@ def doubts(trainer: Trainer, own: Callback) -> str:
         hooks = [name for name in _HOOKS if _runs(callback, name)]
         if callback is not own and hooks and any(_overrides(callback, Callback, name) for name in _STATE):
             return f"{type(callback).__name__} has state, and {hooks[0]} may have changed it"
-    writer = _writes_past_autograd([*module.modules(), *loops.callbacks(trainer)])
+    owners = [*module.modules(), *loops.callbacks(trainer)]
+    writer = _writes_past_autograd([*owners, *(value for owner in owners for value in vars(owner).values())])
     return f"{writer} uses `.data`, which can change a parameter unnoticed" if writer else ""
 
 

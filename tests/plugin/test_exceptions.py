@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 from toy import Job, Run, Toy, ToyItems, assert_same, run, saved_steps
 
@@ -188,6 +189,22 @@ def test_the_first_batch_of_a_window(tmp_path: Path) -> None:
     failed_and_resumed(job, replace(job, callbacks=lambda: [Fails()]), tmp_path, num_batches=4)
 
 
+class Draws(IterableDataset[Tensor]):
+    """Numbers, drawn as they are read; nobody knows how many."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from (torch.rand(1) for _ in range(32))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_that_was_fetched_ahead(num_workers: int, tmp_path: Path) -> None:
+    """A loader without a length is read one batch ahead; that batch is not lost either."""
+    loader = {"shuffle": False, "num_workers": num_workers}
+    job = Job(plugin=SELDOM, module=Rich, dataset=lambda _: Draws(), loader=loader, max_epochs=1)
+
+    failed_and_resumed(job, replace(job, callbacks=lambda: [FailsIn("on_before_backward")]), tmp_path)
+
+
 def test_the_first_step_of_a_later_epoch(tmp_path: Path) -> None:
     """At the start of an epoch the running means are empty, and the loader has just begun."""
     job = Job(plugin=SELDOM, module=Rich, num_val_items=8)
@@ -243,6 +260,53 @@ class SetsRate(Callback):
         trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
 
 
+class StepsTwice(Toy):
+    """Steps a scheduler in the step, at a moment when that changes no learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.lr_schedulers().step()
+        return super().training_step(batch, batch_idx)
+
+
+class ForeachShrinks(Rich):
+    """Changes all its weights in the step with one call."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        torch._foreach_mul_([parameter.detach() for parameter in self.parameters()], 0.99)
+        return super().training_step(batch, batch_idx)
+
+
+class Helper:
+    """No module, and not called by name."""
+
+    def shrink(self, module: nn.Module) -> None:
+        shrink(module)
+
+
+class ShrinksByHelper(Rich):
+    """Has somebody else change its weights."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__(fails)
+        self.helper = Helper()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.helper.shrink(self.net[0])
+        return super().training_step(batch, batch_idx)
+
+
+class GrowsBuffer(Rich):
+    """Gets a new buffer in the fifth step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step == 4:
+            self.register_buffer("new", torch.zeros(3))
+        return super().training_step(batch, batch_idx)
+
+
 class ByHand(Rich):
     """Manual optimization; gradients are part of the state."""
 
@@ -276,6 +340,11 @@ REFUSALS: dict[str, tuple[str, Callable[[], list[Callback]], Callable[[], Lightn
     ),
     "weights": ("were changed by the step", lambda: [FailsIn("on_before_backward")], Shrinks),
     "weights_unseen": ("shrink uses `.data`", lambda: [FailsIn("on_before_backward")], ShrinksUnseen),
+    "weights_all": ("were changed by the step", lambda: [FailsIn("on_before_backward")], ForeachShrinks),
+    "weights_by_helper": ("shrink uses `.data`", lambda: [FailsIn("on_before_backward")], ShrinksByHelper),
+    "buffers": ("other buffers than before", lambda: [FailsIn("on_before_backward")], GrowsBuffer),
+    "scheduler": ("were changed by the step", lambda: [FailsIn("on_before_backward")], StepsTwice),
+    "averaged": ("averaged weights", lambda: [EMAWeightAveraging(), FailsIn("on_before_backward")], Toy),
     "learning_rate": ("were changed by the step", lambda: [SetsRate(), FailsIn("on_before_backward")], Rich),
     "by_hand": ("gradients of the step before", list, lambda: ByHand("by hand")),
 }

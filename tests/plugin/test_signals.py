@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from inprocess import loader, make_trainer, plugin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.utils.data import DataLoader
 from toy import Job, Toy, ToyItems, assert_same, emit, run, saved_steps
 
 from lightning_resume.plugin.signals import Signals
@@ -190,6 +192,37 @@ def test_a_stop_signal_while_data_is_read(
     step = saved_steps(stopped.folder)[-1]
     assert stopped.batches == baseline.batches[:step]
     assert_same(baseline, run(quiet, tmp_path / "work", resume=True), start=step)
+
+
+class WithLastingWorkers(Toy):
+    """Validates with a worker process that outlives each validation."""
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(ToyItems(8), 4, num_workers=1, persistent_workers=True)
+
+
+class SendsToGroup(Callback):
+    """Signals the whole group in the eleventh step, after a validation, and waits until the workers are gone."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 10:
+            os.killpg(os.getpgrp(), self.signum)
+            for child in multiprocessing.active_children():
+                child.join(20)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_workers_that_are_gone_do_not_hinder_the_save(signum: int, tmp_path: Path) -> None:
+    """Ctrl-C, or a scheduler, signals the whole group; workers of training and validation end at once."""
+    job = Job(plugin=SELDOM, module=WithLastingWorkers, loader={"num_workers": 2, "persistent_workers": True})
+    error = "SIGTERMException" if signum == signal.SIGTERM else "KeyboardInterrupt"
+
+    steps = stopped_and_resumed(job, replace(job, callbacks=lambda: [SendsToGroup(signum)]), tmp_path, error=error)
+
+    assert steps == [0, 11]
 
 
 def test_a_stop_signal_in_a_window_is_heeded_after_it(tmp_path: Path) -> None:
