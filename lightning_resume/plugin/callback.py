@@ -18,29 +18,25 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
-from lightning_resume.errors import MissingStateError, UnsupportedSetupError
+from lightning_resume.errors import UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
 from lightning_resume.lock import FolderLock
-from lightning_resume.plugin import arguments, checks, frozen, loops, module_state, positional
-from lightning_resume.plugin.averaging import check_places, is_collecting_batch_norm
+from lightning_resume.plugin import arguments, checks, frozen, loops, positional, resuming
+from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
-from lightning_resume.plugin.circumstances import capture_circumstances, compare_circumstances, look_at_beginning
+from lightning_resume.plugin.circumstances import capture_circumstances, look_at_beginning
 from lightning_resume.plugin.history import LossHistory
-from lightning_resume.plugin.identity import has_other_accumulation, look_at_data, trainer_identity
+from lightning_resume.plugin.identity import look_at_data, trainer_identity
 from lightning_resume.plugin.last import find_last, timeline_after, warn_of_bad
-from lightning_resume.plugin.optimizers import describe_optimizers, match_optimizers
+from lightning_resume.plugin.optimizers import describe_optimizers
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
-    check_rank_state,
-    check_run,
     enter_epoch,
-    enter_first_batch,
 )
 from lightning_resume.plugin.ranks import decide, gather
 from lightning_resume.plugin.recall import Recall
 from lightning_resume.plugin.rescue import save_last_cut
 from lightning_resume.plugin.saver import Saver
-from lightning_resume.plugin.shape import check_shape
 from lightning_resume.plugin.signals import Signals
 from lightning_resume.rng import RNGState
 
@@ -233,18 +229,9 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or loops.is_tuning(path):
             return
-        checks.check_full(path, checkpoint)
-        check_shape(path, checkpoint, trainer.global_rank)
-        checks.check_model(trainer, checkpoint)
+        resuming.check_checkpoint(trainer, path, checkpoint, self.settings, self.allow)
         if self.settings.trainable_only:
             self._frozen.resume(trainer.lightning_module, checkpoint)
-        if "rank_state" not in checkpoint:
-            raise MissingStateError(
-                f"state of AtomicResumeCallback in {path!r}", "Resume from a checkpoint that was saved with it."
-            )
-        check_rank_state(checkpoint["rank_state"], self.allow)
-        check_places(trainer, checkpoint["rank_state"]["averaging"])
-        positional.check_item_rng(checkpoint, self.settings.item_rng, trainer.world_size)
         self._resumed_from = os.path.abspath(path)
         index = read_index(path)
         self._io.run_id = index.run_id or self._io.run_id
@@ -256,15 +243,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         if trainer.state.fn == TrainerFn.FITTING and "rank_state" in checkpoint and not self._has_begun:
             loops.restore_seeds(checkpoint["rank_state"]["seeds"])
             self._item_seed = checkpoint["rank_state"]["item_rng"]["seed"]
-            self._resume = {
-                **positional.for_rank(checkpoint, trainer.global_rank),
-                "checkpoint": checkpoint,
-                "optimizer_states": checkpoint["optimizer_states"],
-                "world_size": checkpoint["world_size"],
-                "has_other_accumulation": has_other_accumulation(checkpoint["rank_state"], self._configured),
-                "between_epochs": loops.is_between_epochs(checkpoint["loops"]),
-                "state_dict": checkpoint.get("current_model_state", checkpoint["state_dict"]),
-            }
+            self._resume = resuming.keep_state(trainer, checkpoint, self._configured)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -275,11 +254,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             clean_incomplete(self._folder(trainer))
             warn_of_bad(self._folder(trainer))
         if self._resume is not None:
-            saved = self._resume["optimizers"], self._optimizers, self._resume["optimizer_states"]
-            self._resume["matched"] = match_optimizers(*saved)
-            loops.reinstate(trainer, self._resume.pop("checkpoint"))
-            module_state.restore_double(trainer, self._resume.pop("state_dict"))
-            trainer.should_stop = self._resume["extras"]["should_stop"]
+            resuming.restore_early(trainer, self._resume, self._optimizers)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             checks.check_unused(self._folder(trainer), self._io.run_id)
         if self._lock is not None:
@@ -310,7 +285,9 @@ class AtomicResumeCallback(ModelCheckpoint):
             for loader in loops.train_loaders(trainer):
                 loader.expect_ahead()
         if self._resume is not None:
-            self._finish_resume(trainer)
+            state, self._resume = self._resume, None
+            how = self.settings, self.allow, self._configured, self._beginning
+            resuming.enter(trainer, state, str(self._resumed_from), *how)
         if not self._has_begun:
             self._has_begun = True
             # Where the run has gone back, "last" is to be this place from now on, and not the one that it left.
@@ -333,9 +310,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         if kind is None:
             self._saver.pass_by(trainer)
         elif loops.is_saveable(trainer):
-            self._save(
-                trainer, "cut", kind=kind, in_background=self.settings.async_save and bool(self._saver.last_path)
-            )
+            self._save(trainer, "cut", kind=kind, in_background=self._saver.may_wait)
             self._saver.pass_by(trainer)
 
     def _listen(self, trainer: Trainer) -> None:
@@ -362,25 +337,6 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._saver.settle(trainer)
         if self._has_begun and self._saver.steps_since_save(trainer) > 0 and not loops.is_inside_window(trainer):
             self._save(trainer, moment, must_succeed=must_succeed)
-
-    def _finish_resume(self, trainer: Trainer) -> None:
-        state, self._resume = self._resume, None
-        if state is None:
-            return
-        differences = state["matched"] + check_run(
-            trainer, state, self._configured, self.settings.data_version, self.allow
-        )
-        if state["moment"] == "hook":
-            differences.append("the checkpoint was saved inside a step, not by AtomicResumeCallback")
-        else:
-            loops.stop_restarting(trainer)
-        differences += enter_first_batch(trainer, state, between_epochs=state["between_epochs"], allow=self.allow)
-        others, notes = compare_circumstances(trainer, state.get("circumstances"), self._beginning)
-        verdict = positional.verdict(differences + others, state["world_size"], trainer.world_size, notes)
-        rank_zero_info(
-            f"Resumed from {self._resumed_from!r}: epoch {trainer.current_epoch}, "
-            f"batch {loops.batch_in_epoch(trainer)}, global_step {trainer.global_step}: {verdict}"
-        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """What follows may change gradients that are part of the state."""

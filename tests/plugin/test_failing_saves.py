@@ -112,7 +112,9 @@ def test_training_after_failed_saves_is_the_same_training(tmp_path: Path, monkey
     faults = Faults(monkeypatch.setattr, "write", {2, 5, 6})
 
     with pytest.warns(UserWarning, match="FAILED"):
-        make_trainer(tmp_path, faults, plugin(tmp_path / "bad", async_save=False), max_epochs=1).fit(modules[1], loader())
+        make_trainer(tmp_path, faults, plugin(tmp_path / "bad", async_save=False), max_epochs=1).fit(
+            modules[1], loader()
+        )
 
     assert modules[0].rows == modules[1].rows
 
