@@ -84,13 +84,9 @@ class Image:
             memory = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:
             raise MemoryError(f"{num_bytes} bytes for a copy of the state") from error
-        for advice in (
-            "MADV_DONTFORK",
-            "MADV_HUGEPAGE",
-        ):  # huge pages are touched in half the time, where there are any
-            if hasattr(mmap, advice):
-                with contextlib.suppress(OSError):
-                    memory.madvise(getattr(mmap, advice))
+        if hasattr(mmap, "MADV_DONTFORK"):
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def pin(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from typing import Any
 
@@ -21,19 +20,3 @@ def compare_memory(left: int, right: int, num_bytes: int) -> bool:
         num_bytes: size of both.
     """
     return bool(_library.memcmp(left, right, num_bytes) == 0)
-
-
-def advise_huge_pages(place: int, num_bytes: int) -> None:
-    """Asks for large pages where memory is about to be written for the first time: half the cost; nothing else changes.
-
-    Args:
-        place: address of memory that was allocated.
-        num_bytes: its size.
-    """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return
-    begin = -(-place // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (place + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if begin < end:  # a refusal is no matter
-        _library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -14,7 +14,6 @@ from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
 from lightning_resume.format.header import Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
-from lightning_resume.format.memory import advise_huge_pages
 from lightning_resume.format.tensors import TORCH_DTYPES
 from lightning_resume.format.threads import for_each, threads_for
 
@@ -97,7 +96,6 @@ def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict
             block = _read_together(file, together, block, digest)
             together = []
         if num_bytes >= LARGE_BYTES:
-            advise_huge_pages(tensor.data_ptr(), num_bytes)
             _read_whole(file, tensor.reshape(-1).view(torch.uint8).numpy().data, digest)
         else:
             if not together:
