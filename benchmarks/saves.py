@@ -108,6 +108,8 @@ class Saves:
 
     def prepare(self, path: Path) -> PreparedCheckpoint:
         """The part that training waits for."""
+        if not self.frozen:  # as if it had been trained meanwhile: nothing is to be linked
+            self.image.kept.clear()
         checkpoint = prepare_checkpoint(path, self.state, frozen=self.frozen, plans=self.plans)
         checkpoint.copy_into(self.image)
         return checkpoint
