@@ -62,7 +62,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         trainable_only: leave frozen parameters out of the checkpoints (LoRA and other adapters). A resume needs a model
             that is built with the same frozen weights, and compares their digests.
         async_save: copy the state between two batches, and write it behind the training. The first save and the last
-            are written at once.
+            are written at once. A kill costs the steps since the last save, and those since the one before it if that
+            was still being written: at most twice the cadence.
         back_pressure: what a save does that falls due while another is being written. "wait": it waits for that one.
             "skip": it is left out, and the next is due a whole interval later.
         save_on_train_start: save before the first batch: a job that is killed early comes back exactly, and state that
