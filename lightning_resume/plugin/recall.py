@@ -29,7 +29,7 @@ from lightning_resume.plugin.metrics import capture_metrics
 from lightning_resume.rng import RNGState
 
 MAX_SHARE = 0.005
-CREDIT_SECONDS = 0.1
+CREDIT_SECONDS = 0.02
 
 _NEVER = "no moment at which it could be saved has been reached"
 _TOO_DEAR = "remembering each step would have cost more than 0.5 % of the training time"
