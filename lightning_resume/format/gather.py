@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, groupby, starmap
-from operator import attrgetter, ge
+from itertools import groupby, starmap
 from typing import Any, Union
 
 import numpy as np
@@ -139,16 +138,22 @@ class _Layout:
             begin = self._add_in_place(run, begin) if is_in_place else self._add_others(run, begin)
 
     def _add_in_place(self, blobs: Sequence[Blob], begin: int) -> int:
-        """Adds tensors that lie in memory as they do in the file; all of them at once, since there may be 10^5."""
-        tensors: list[torch.Tensor] = [blob.owner for blob in blobs]
-        sizes = [blob.num_bytes for blob in blobs]
-        if not _are_whole(tensors, sizes):  # what is copied by address from here on has to be all there
-            for blob, tensor, size in zip(blobs, tensors, sizes, strict=True):
-                if tensor.nbytes != size or not tensor.is_contiguous() or (size and not has_memory(tensor)):
-                    blob.refuse_change()
-        ends = list(accumulate(sizes, initial=self._memory.data_ptr() + begin))
-        self.pieces += zip(ends, map(torch.Tensor.data_ptr, tensors), sizes)  # noqa: B905 (one more end)
-        return begin + sum(sizes)
+        """Adds tensors that lie in memory as they do in the file.
+
+        All that is asked of one of 10^5 tensors is asked at once: then it is in the processor's cache.
+        """
+        place = self._memory.data_ptr()
+        for blob in blobs:
+            tensor: torch.Tensor = blob.owner
+            num_bytes = blob.num_bytes
+            if tensor.nbytes != num_bytes or not tensor.is_contiguous():
+                blob.refuse_change()
+            offset = tensor.storage_offset()
+            if num_bytes + (offset and offset * tensor.element_size()) > tensor.untyped_storage().nbytes():
+                blob.refuse_change()  # what is copied by address from here on has to be all there
+            self.pieces.append((place + begin, tensor.data_ptr(), num_bytes))
+            begin += num_bytes
+        return begin
 
     def _add_others(self, parts: Iterable[Part], begin: int) -> int:
         for part in parts:
@@ -172,21 +177,8 @@ class _Layout:
                 torch._foreach_copy_(self.targets, self._sources, non_blocking=non_blocking)
 
 
-_nbytes = attrgetter("nbytes")
-
-
 def _is_in_place(part: Part) -> bool:
     return isinstance(part, Blob) and part.source is bytes_in_place
-
-
-def _are_whole(tensors: Sequence[torch.Tensor], sizes: list[int]) -> bool:
-    """Whether all are contiguous, of these sizes, and at the beginning of storage that is large enough."""
-    if list(map(_nbytes, tensors)) != sizes or not all(map(torch.Tensor.is_contiguous, tensors)):
-        return False
-    if any(map(torch.Tensor.storage_offset, tensors)):
-        return False
-    held = [storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)]
-    return all(map(ge, held, sizes))
 
 
 def _is_copyable(blob: Blob) -> bool:

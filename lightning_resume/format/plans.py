@@ -198,14 +198,18 @@ class _Plan:
 
 def _sign(tensors: Sequence[Any]) -> list[Any]:
     """All that a node and a header say of a tensor, and all that says that its bytes can be taken as they lie."""
-    kinds = list(map(type, tensors))
-    if not set(kinds) <= set(_TENSORS):
+    if not set(map(type, tensors)) <= set(_TENSORS):
         raise _DifferentError
-    places = set(map(torch.Tensor.data_ptr, tensors))
-    is_flipped = any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors))
-    if len(places) != len(tensors) or is_flipped:  # two names for one piece of memory
+    places: set[int] = set()
+    signature = []
+    for tensor in tensors:  # all at once: then it is in the processor's cache
+        if tensor.is_conj() or tensor.is_neg():
+            raise _DifferentError
+        places.add(tensor.data_ptr())
+        signature.append((type(tensor), tensor.stride(), *_flags(tensor)))
+    if len(places) != len(tensors):  # two names for one piece of memory
         raise _DifferentError
-    return [kinds, list(map(_flags, tensors)), list(map(torch.Tensor.stride, tensors))]
+    return signature
 
 
 class _Container:
