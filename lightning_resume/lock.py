@@ -35,6 +35,7 @@ REFRESH_SECONDS = 60.0
 MAX_TRIES = 100  # each one fails only because another process took or left the lock in that instant
 MAX_OWNER_BYTES = 4096
 OWNER_TRIES = 100  # 0.01 s apart
+PATIENCE_SECONDS = 5.0  # a killed training's other processes take a moment to die, and its successor may be quicker
 
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _NO_RECORD_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -95,7 +96,8 @@ class FolderLock:
             run_id: of the run, for those who find the folder taken.
 
         Raises:
-            FolderLockedError: another process holds it, or another lock of this process.
+            FolderLockedError: another process holds it, and still does some seconds later, or another lock of this
+                process.
         """
         if self.is_held:
             return
@@ -103,10 +105,7 @@ class FolderLock:
         self._owner = Owner(platform.node(), os.getpid(), process_token(), now, run_id)
         try:
             self._refuse_a_second_one()
-            for _ in range(MAX_TRIES):
-                if self._try():
-                    return
-            raise OSError(errno.EBUSY, "it changes hands all the time")
+            self._take()
         except OSError as error:
             reason = f"{str(self.folder)!r} cannot be locked ({error.strerror or error})"
             warnings.warn(f"{reason}: a second process that writes there would not be noticed", stacklevel=2)
@@ -169,6 +168,19 @@ class FolderLock:
         other = reference() if reference is not None else None
         if other is not None and other.is_held:
             self._refuse(other._owner)
+
+    def _take(self) -> None:
+        deadline, tries_left = time.monotonic() + PATIENCE_SECONDS, MAX_TRIES
+        while tries_left:
+            try:
+                if self._try():
+                    return
+                tries_left -= 1
+            except FolderLockedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        raise OSError(errno.EBUSY, "it changes hands all the time")
 
     def _try(self) -> bool:
         """One try; False: somebody else was quicker, or has just left."""

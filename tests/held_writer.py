@@ -40,11 +40,11 @@ class HeldWriter(Callback):
         self._is_awaited = False
         commit, wait = PreparedCheckpoint.commit, BackgroundWriter.wait
 
-        def held_commit(prepared: PreparedCheckpoint) -> object:
+        def held_commit(prepared: PreparedCheckpoint, *arguments: Any, **keywords: Any) -> object:
             if threading.current_thread() is not threading.main_thread():
                 self._hold(int(prepared.path.name.removeprefix("step-")))
                 before_commit(len(self.held))
-            return commit(prepared)
+            return commit(prepared, *arguments, **keywords)
 
         def noted_wait(writer: BackgroundWriter, *arguments: Any) -> bool:
             with self._gate:

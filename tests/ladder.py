@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_resume.format.hidden import parse_hidden
+from lightning_resume.lock import LOCK_NAME
 
 
 class Step(NamedTuple):
@@ -42,7 +43,7 @@ def assert_ladder(steps: Sequence[Step], num_saves: int, num_pruned: int) -> Non
         removals = [n for n, step in enumerate(steps) if step.what == "remove" and _is_in(step.path, trash)]
         assert removals
         assert deletion < _find(steps, "sync", parent, deletion) < removals[0]
-    removed = [step.path for step in steps if step.what == "remove"]
+    removed = [step.path for step in steps if step.what == "remove" and os.path.basename(step.path) != LOCK_NAME]
     assert all(_kind_of_any(path) == "trash" for path in removed), removed
 
 
