@@ -109,8 +109,13 @@ def _parts(blobs: Sequence[Blob]) -> list[Part]:
     ordered = sorted(blobs, key=lambda blob: -DTYPE_BYTES[blob.dtype])
     metadata = {"format": "pt"}
     for blob in ordered:
-        metadata.update((alias, blob.name) for alias in blob.aliases or () if alias != "format")
+        metadata.update((alias, blob.name) for alias in blob.aliases or () if _is_readable(alias))
     return [build_header([(blob.name, blob.dtype, blob.shape) for blob in ordered], metadata), *ordered]
+
+
+def _is_readable(alias: str) -> bool:
+    """Whether any reader can have it in a header; what is tied stands in ``state.json`` in any case."""
+    return alias != "format" and not any("\ud800" <= char <= "\udfff" for char in alias)
 
 
 def plan_shards(blobs: Sequence[Blob], max_shard_bytes: int) -> list[list[Blob]]:

@@ -347,6 +347,8 @@ class AtomicResumeCallback(ModelCheckpoint):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """From here on the weights are no longer those of the last cut."""
         self._recall.drop("the optimizer step had begun")
+        if self._frozen.are_thawing:
+            self._saver.wait()  # it looks at weights that were left out, to see that they are as they were
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

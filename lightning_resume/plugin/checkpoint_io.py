@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_resume.catalog import prune_checkpoints
 from lightning_resume.errors import UnsupportedSetupError, WorldSizeError
 from lightning_resume.format.checkpoint import read_checkpoint, read_index
+from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
 from lightning_resume.plugin.shape import check_weights
 
@@ -74,7 +75,11 @@ class AtomicCheckpointIO(CheckpointIO):
         self.prepare(checkpoint, path).commit()
 
     def prepare(
-        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], frozen: Collection[str] = ()
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        frozen: Collection[str] = (),
+        plans: PlanCache | None = None,
     ) -> PreparedCheckpoint:
         """Encodes the checkpoint and plans its files, to be written by `commit`; creates nothing.
 
@@ -82,6 +87,7 @@ class AtomicCheckpointIO(CheckpointIO):
             checkpoint: as Lightning makes it.
             path: the directory to be.
             frozen: names of weights that are expected not to change from save to save.
+            plans: of the saves before.
 
         Raises:
             UnsupportedStateError: a value has no exact encoding; names its key path.
@@ -101,6 +107,7 @@ class AtomicCheckpointIO(CheckpointIO):
             max_shard_bytes=self.max_shard_bytes,
             overwrite=True,
             frozen=frozen,
+            plans=plans,
         )
 
     def load_checkpoint(

@@ -29,6 +29,12 @@ class FrozenParameters:
     def __init__(self) -> None:
         """Knows of none."""
         self._digests: dict[str, str] = {}
+        self._parameters: list[torch.Tensor] = []
+
+    @property
+    def are_thawing(self) -> bool:
+        """Whether a parameter that was left out of the last save is trained now."""
+        return any(parameter.requires_grad for parameter in self._parameters)
 
     def begin(self, module: LightningModule) -> None:
         """Training begins: all that is frozen has the value it was built with. Takes a second for each GB."""
@@ -47,6 +53,7 @@ class FrozenParameters:
         """A new checkpoint without what may be left out, and with its digests instead."""
         frozen = _frozen(module)
         self._digests = {name: digest for name, digest in self._digests.items() if name in frozen}
+        self._parameters = [frozen[name] for name in self._digests]
         kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in self._digests}
         return {**checkpoint, "state_dict": kept, KEY: dict(self._digests)}
 

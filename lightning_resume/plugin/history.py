@@ -11,7 +11,7 @@ _FLUSH_AFTER = 1000  # device tensors are moved to the CPU in groups: one synchr
 
 
 class LossHistory:
-    """Steps and losses.
+    """Steps and losses. A checkpoint holds those of rank 0, with which all ranks go on after a resume.
 
     Attributes:
         steps: int64 tensor, `global_step` after each optimizer step whose loss is known.

@@ -17,6 +17,7 @@ from lightning_resume.catalog import step_dirname
 from lightning_resume.errors import BackgroundSaveError, CheckpointExistsError, ResumeError, UnsupportedStateError
 from lightning_resume.format.image import Image
 from lightning_resume.format.links import KeptFile
+from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.prepared import PreparedCheckpoint
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.arguments import Settings
@@ -47,6 +48,7 @@ class Saver:
         self._may_stretch = settings.is_default_cadence
         self._writer = BackgroundWriter()
         self._image = Image()
+        self._plans = PlanCache()
         self._kept: dict[str, KeptFile] = {}  # what the last save without an image has left, to be linked
         self._due_from = 0, 0.0  # step and time of the last save, also of one that failed
         self._saved_step = 0  # of the last one that succeeded, or is in flight
@@ -223,6 +225,10 @@ class Saver:
                 f"The save {path!r} FAILED; earlier checkpoints are untouched.\n{outcome.error}", stacklevel=2
             )
 
+    def wait(self) -> None:
+        """Waits for the save in flight; how it ended is told at the next cut."""
+        self._writer.wait()
+
     def poll(self, trainer: Trainer) -> None:
         """Tells of a save in flight that is over; costs nothing otherwise."""
         if self._in_flight and trainer.world_size == 1 and not self._writer.is_busy:
@@ -243,7 +249,7 @@ class Saver:
         try:
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CheckpointExistsError(path)
-            prepared = io.prepare(checkpoint, path, frozen_names(trainer.lightning_module))
+            prepared = io.prepare(checkpoint, path, frozen_names(trainer.lightning_module), self._plans)
             if in_background and self._is_copied(prepared):
                 self._writer.submit(path, self._job(prepared, check, io.run_id, num_threads=1))
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from inprocess import Stop, StopAfter, copies, loader, make_trainer, plugin, sam
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
-from toy import step_dir
+from toy import saved_steps, step_dir
 
 from lightning_resume import (
     MissingStateError,
@@ -22,6 +24,7 @@ from lightning_resume import (
     load_module,
     read_checkpoint,
 )
+from lightning_resume.plugin.frozen import FrozenParameters
 
 
 class Adapted(LightningModule):
@@ -184,6 +187,27 @@ def test_a_parameter_that_was_trained_is_written_from_then_on(tmp_path: Path) ->
 
     has_base = ["base.weight" in read_checkpoint(step_dir(tmp_path / "ck", step))["state_dict"] for step in (7, 10, 24)]
     assert has_base == [False, True, True]
+
+
+def test_a_parameter_that_is_trained_right_after_a_save_does_not_spoil_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that a save in flight has left out are not trained before it has looked at them."""
+    real = FrozenParameters.require_unchanged
+
+    def late(self: FrozenParameters, module: LightningModule) -> None:
+        time.sleep(0.2)
+        real(self, module)
+
+    monkeypatch.setattr(FrozenParameters, "require_unchanged", late)
+    trainer = make_trainer(tmp_path, Unfreeze(), plugin(tmp_path / "ck", trainable_only=True), max_epochs=2)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(AllOptimized(), loader())
+
+    assert [str(warning.message) for warning in caught if "FAILED" in str(warning.message)] == []
+    assert saved_steps(tmp_path / "ck") == list(range(17))
 
 
 def test_validation_and_loading_put_the_frozen_parameters_in(tmp_path: Path) -> None:
