@@ -173,7 +173,11 @@ class Unfreeze(Callback):
 
 
 class AllOptimized(Adapted):
-    """Its optimizer knows the base as well."""
+    """Its optimizer knows the base as well, whose gradients no batch norm takes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-2)
