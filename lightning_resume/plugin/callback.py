@@ -23,7 +23,7 @@ from lightning_resume.format.checkpoint import read_index
 from lightning_resume.lock import FolderLock
 from lightning_resume.plugin import arguments, checks, frozen, loops, positional, resuming
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
-from lightning_resume.plugin.checkpoint_io import RANK_STATES, AtomicCheckpointIO, Fitting
+from lightning_resume.plugin.checkpoint_io import RANK_STATES, STATE_KEY, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.circumstances import capture_circumstances, look_at_beginning
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import look_at_data, trainer_identity
@@ -158,7 +158,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     @property
     def state_key(self) -> str:
         """Key of this callback's state in a checkpoint."""
-        return "AtomicResumeCallback"
+        return STATE_KEY
 
     # -- finding and reading ----------------------------------------------------------------------------------------
 

@@ -21,6 +21,10 @@ RANK_STATES = "lightning_resume"
 """Key of a Lightning checkpoint under which each rank's own state travels to the writer, and back."""
 
 
+STATE_KEY = "AtomicResumeCallback"
+"""Key of this package's own callback among the callbacks' states."""
+
+
 @dataclass(frozen=True)
 class Fitting:
     """What loading for `fit` needs to know; elsewhere the weights and what belongs to them are enough.

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_resume.data.held import Generator, find_generators
+from lightning_resume.plugin.checkpoint_io import STATE_KEY
 from lightning_resume.plugin.loops import callbacks
 
 
@@ -72,7 +73,8 @@ def held_generators(trainer: Trainer) -> dict[str, Generator]:
         name = type(callback).__name__
         owners[f"callbacks.{name}.{numbers[name]}"] = callback
         numbers[name] += 1
-    return find_generators(owners, stop=[trainer])
+    own = [callback for callback in callbacks(trainer) if callback.state_key == STATE_KEY]
+    return find_generators(owners, stop=[trainer, *own])
 
 
 def restore_double(trainer: Trainer, state_dict: Mapping[str, Any]) -> None:
