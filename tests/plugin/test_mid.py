@@ -285,7 +285,7 @@ def test_later_saves_leave_earlier_checkpoints_alone(tmp_path: Path) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     """The step directories and everything in them."""
-    return [path for path in folder.rglob("*") if path != folder]
+    return [path for path in folder.rglob("step-*") if path != folder] + [*folder.rglob("step-*/*")]
 
 
 def contents(path: Path) -> str:
