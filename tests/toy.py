@@ -245,6 +245,7 @@ def _child(
     status = 1
     try:
         os.setpgid(0, 0)
+        os.environ["MASTER_PORT"] = str(10_000 + os.getpid() % 20_000)  # nobody else is given one from there
         gc.freeze()  # what the test runner holds is not looked through, and so not copied, here
         open_log(log, errors)
         _train(job, workdir, resume, kill, seed)

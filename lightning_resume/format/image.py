@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import weakref
 from collections.abc import Mapping
@@ -22,7 +21,9 @@ def whole_pages(num_bytes: int) -> int:
 class Image:
     """One piece of memory, cut anew for each save; it grows when it has to, and is never kept twice.
 
-    Forked children do not see it: otherwise each of their lives would make the next save copy all of its pages.
+    Forked children share its pages (an anonymous shared mapping): private ones would be copied, page by page, by the
+    next save. They must not be kept from the children (MADV_DONTFORK): a child that let go of the image would unmap
+    whatever it had put in its place, stacks of its threads for one.
 
     Attributes:
         version: how many times it was divided.
@@ -84,9 +85,6 @@ class Image:
             memory = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError) as error:
             raise MemoryError(f"{num_bytes} bytes for a copy of the state") from error
-        if hasattr(mmap, "MADV_DONTFORK"):
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def pin(self) -> None:

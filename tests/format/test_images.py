@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -372,3 +373,23 @@ def test_only_what_is_frozen_is_hashed_twice(tmp_path: Path, monkeypatch: Any) -
 
     assert sorted(seen) == [f"{FROZEN} True", f"{TRAINED} False"]
     assert {file.path.parent for file in kept.values()} == {tmp_path / "1"}
+
+
+def test_a_forked_child_can_let_go_of_an_image() -> None:
+    """What a child has mapped in the meantime stays: a worker process, or a test, is not brought down by it."""
+    held = image.Image()
+    held.reserve(2**20)
+    place = held.divide({"a": 2**20})["a"]
+    place.fill_(7)
+
+    pid = os.fork()
+    if pid == 0:
+        is_there = bool((place == 7).all())
+        mapped = [mmap.mmap(-1, 2**20) for _ in range(64)]
+        del place
+        held.reserve(2**22)  # lets go of the first memory
+        for memory in mapped:
+            memory[:] = b"x" * len(memory)
+        os._exit(0 if is_there else 1)
+
+    assert os.waitpid(pid, 0)[1] == 0

@@ -84,6 +84,7 @@ def _child(
     status = 1
     try:
         os.setpgid(0, 0)
+        os.environ["MASTER_PORT"] = str(10_000 + os.getpid() % 20_000)  # nobody else is given one from there
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         # The test runner has put its own objects here.
