@@ -49,7 +49,7 @@ def test_a_killed_and_resumed_run_is_the_uninterrupted_run(name: str, tmp_path: 
 def _killed_and_resumed(
     scenario: Scenario, kills: Sequence[int], baseline: Sequence[Record], folder: Path
 ) -> list[list[list[Record]]]:
-    """Kills one process after the other, and resumes what the last left behind, or each where a scenario names places."""
+    """Kills one process after the other, and resumes what the last left (where places are named, what each left)."""
     batches, killed, runs = of(baseline, 0, "batch"), [], []
     for kill in kills:
         place = batches[kill - 1]["epoch"], batches[kill - 1]["batch"]
