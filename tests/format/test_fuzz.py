@@ -431,6 +431,15 @@ def nothing_lies_where_we_stand() -> bool:
     return not {*STATES, *SHARDS, "index.json"} & set(os.listdir())
 
 
+def looked_at(forge: Forge, watch: Watch, name: str, data: bytes, *, seal: bool) -> set[str]:
+    """What became of looking at the checkpoint with one file replaced, which is put right again."""
+    forge.put(name, data, seal=seal)
+    try:
+        return set(look(forge, watch))
+    finally:
+        forge.mend(name)
+
+
 # -- the inputs --------------------------------------------------------------------------------------------------------
 
 
@@ -456,11 +465,7 @@ def test_damaged_bytes_are_refused(name: str, small: Forge, watch: Watch) -> Non
     @given(changes=BYTE_CHANGES)
     def run(changes: list[tuple[str, int, int]]) -> None:
         data = damaged(small.files[name], changes)
-        small.put(name, data, seal=False)
-        try:
-            found = look(small, watch)
-        finally:
-            small.mend(name)
+        found = looked_at(small, watch, name, data, seal=False)
         assert "refused" in found or data == small.files[name] or (name == "index.json" and means_the_same(data, small))
         outcomes.update(found)
 
@@ -477,11 +482,7 @@ def test_damaged_bytes_with_right_digests_are_read_or_refused(name: str, small: 
     @fuzz(NUM_RAW_SEALED[name])
     @given(changes=BYTE_CHANGES)
     def run(changes: list[tuple[str, int, int]]) -> None:
-        small.put(name, damaged(small.files[name], changes), seal=True)
-        try:
-            outcomes.update(look(small, watch))
-        finally:
-            small.mend(name)
+        outcomes.update(looked_at(small, watch, name, damaged(small.files[name], changes), seal=True))
 
     run()
 
@@ -498,11 +499,7 @@ def test_a_forged_index_is_read_or_refused(small: Forge, watch: Watch) -> None:
         tree = parsed(small.files["index.json"])
         for place, seed, kind in changes:
             changed(tree, place, seed, kind)
-        small.put("index.json", sealed(tree), seal=False)
-        try:
-            outcomes.update(look(small, watch))
-        finally:
-            small.mend("index.json")
+        outcomes.update(looked_at(small, watch, "index.json", sealed(tree), seal=False))
 
     run()
 
@@ -519,11 +516,7 @@ def test_a_forged_state_is_read_or_refused(rich: Forge, watch: Watch) -> None:
         tree = parsed(rich.files[name])
         for place, seed, kind in changes:
             changed(tree, place, seed, kind)
-        rich.put(name, written(tree).encode(), seal=True)
-        try:
-            outcomes.update(look(rich, watch))
-        finally:
-            rich.mend(name)
+        outcomes.update(looked_at(rich, watch, name, written(tree).encode(), seal=True))
 
     run()
 
@@ -537,11 +530,7 @@ def test_a_forged_header_is_read_or_refused(small: Forge, watch: Watch) -> None:
     @fuzz(NUM_FORGED["shard"])
     @given(name=st.sampled_from(SHARDS), changes=TREE_CHANGES, lie=st.integers(0, 11))
     def run(name: str, changes: list[tuple[int, int, str]], lie: int) -> None:
-        small.put(name, header_changed(small.files[name], changes, lie), seal=True)
-        try:
-            outcomes.update(look(small, watch))
-        finally:
-            small.mend(name)
+        outcomes.update(looked_at(small, watch, name, header_changed(small.files[name], changes, lie), seal=True))
 
     run()
 
