@@ -1,16 +1,18 @@
 """What the callback costs while no save is due: the time of a training step with it and without it, side by side.
 
-    python -m benchmarks.idle                     about two minutes
-    python -m benchmarks.idle --quick             about half a minute, noisier
+    python -m benchmarks.idle                     about three minutes
+    python -m benchmarks.idle --quick             about a minute, noisier
     python -m benchmarks.idle --num-workers 2     batches come from worker processes, which stamp them
 
 Two processes train the same model in lock step on the same core: ten steps without the callback, ten with it, ten
 without, and so on, so that whatever else the machine does meets both alike. Each turn gives a ratio of two medians; a
 pair of processes gives the median of its turns' ratios. `ratio` is the median over all pairs; `min` and `max` are those
 of single pairs, since memory layout alone makes two equal processes differ. `control` is the same measurement with two
-processes that both lack the callback: what is seen where there is nothing to see.
+processes that both lack the callback: what is seen where there is nothing to see. `empty` is the same with an empty
+`Callback()` in its place: what Lightning itself takes to ask one more callback, which no callback can go below.
 
-A step is timed from one batch's start to the next one's. Prints JSON. Exit status 1 if `ratio` is above 1.02.
+A step is timed from one batch's start to the next one's. Prints JSON. Exit status 1 if `ratio` is above
+1.02.
 """
 
 from __future__ import annotations
@@ -96,14 +98,25 @@ class Clock(Callback):
             self.other.send_bytes(b"your turn")
 
 
-def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folder: str | None) -> None:
-    """Trains once; with the callback where a folder is given."""
+def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folder: str | None, kind: str) -> None:
+    """Trains once.
+
+    Args:
+        clock: times the steps.
+        num_layers: of the model.
+        num_steps: to train.
+        num_workers: of the loader.
+        folder: of the checkpoints that are not written.
+        kind: "ours", "empty" or "control".
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     num_items = BATCH_SIZE * num_steps
     data = TensorDataset(torch.randn(num_items, WIDTH), torch.randn(num_items, 1))
     callbacks: list[Callback] = [clock]
-    if folder is not None:
+    if kind == "empty":
+        callbacks.append(Callback())
+    if kind == "ours":
         # Both cadences are asked at every step; neither comes due.
         plugin = AtomicResumeCallback(
             folder,
@@ -118,7 +131,7 @@ def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folde
         max_epochs=1,
         callbacks=callbacks,
         logger=False,
-        enable_checkpointing=folder is not None,
+        enable_checkpointing=kind == "ours",
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -131,21 +144,21 @@ def layers_for(step_seconds: float) -> int:
     for _ in range(3):  # a step has a part that does not grow with the layers: come closer by and by
         clocks = [Clock(None, starts=True) for _ in range(3)]
         for clock in clocks:
-            train(clock, num_layers, 40, 0, None)
+            train(clock, num_layers, 40, 0, None, "control")
         num_layers = max(1, round(num_layers * step_seconds / min(statistics.median(c.turns[0]) for c in clocks)))
     return num_layers
 
 
-def child(connection: Connection, other: Connection, starts: bool, with_callback: bool, *sizes: int) -> None:
+def child(connection: Connection, other: Connection, starts: bool, kind: str, *sizes: int) -> None:
     """One process of a pair: trains, and sends its turns."""
     clock = Clock(other, starts)
     with tempfile.TemporaryDirectory() as folder:
-        train(clock, *sizes, folder if with_callback else None)
+        train(clock, *sizes, folder, kind)
     connection.send([turn for turn in clock.turns if len(turn) == TURN])
 
 
-def measure_pair(with_callback: bool, first_starts: bool, *sizes: int) -> tuple[float, list[float]]:
-    """Trains without the callback and, in lock step, with it (or without it too: the control).
+def measure_pair(kind: str, first_starts: bool, *sizes: int) -> tuple[float, list[float]]:
+    """Trains without the callback and, in lock step, with it (or with an empty one; or without it too: the control).
 
     Returns:
         The median of the turns' ratios, and the median seconds of a step on either side.
@@ -153,9 +166,9 @@ def measure_pair(with_callback: bool, first_starts: bool, *sizes: int) -> tuple[
     context = multiprocessing.get_context("fork")
     left, right = context.Pipe()
     sides = []
-    for other, starts, has_callback in ((left, first_starts, False), (right, not first_starts, with_callback)):
+    for other, starts, what in ((left, first_starts, "control"), (right, not first_starts, kind)):
         mine, theirs = context.Pipe()
-        arguments = (theirs, other, starts, has_callback, *sizes)
+        arguments = (theirs, other, starts, what, *sizes)
         process = context.Process(target=child, args=arguments)
         process.start()
         sides.append((process, mine))
@@ -172,16 +185,19 @@ def run(num_pairs: int, num_turns: int, num_workers: int, step_seconds: float) -
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     num_layers = layers_for(step_seconds)
     sizes = (num_layers, TURN * (num_turns + NUM_WARM_UP_TURNS) + 1, num_workers)
-    pairs = [measure_pair(True, number % 2 == 0, *sizes) for number in range(num_pairs)]
-    controls = [measure_pair(False, number % 2 == 0, *sizes) for number in range(num_pairs)]
-    ratios = [ratio for ratio, _ in pairs]
+    kinds: dict[str, list[tuple[float, list[float]]]] = {"ours": [], "empty": [], "control": []}
+    for number in range(num_pairs):
+        for kind, results in kinds.items():
+            results.append(measure_pair(kind, number % 2 == 0, *sizes))
+    ratios = {kind: [ratio for ratio, _ in results] for kind, results in kinds.items()}
+    pairs = kinds["ours"]
     return {
-        "ratio": round(statistics.median(ratios), 4),
-        "min": round(min(ratios), 4),
-        "max": round(max(ratios), 4),
-        "control": round(statistics.median(ratio for ratio, _ in controls), 4),
-        "control_min": round(min(ratio for ratio, _ in controls), 4),
-        "control_max": round(max(ratio for ratio, _ in controls), 4),
+        "ratio": round(statistics.median(ratios["ours"]), 4),
+        "min": round(min(ratios["ours"]), 4),
+        "max": round(max(ratios["ours"]), 4),
+        **{kind: round(statistics.median(ratios[kind]), 4) for kind in ("empty", "control")},
+        **{f"{kind}_min": round(min(ratios[kind]), 4) for kind in ("empty", "control")},
+        **{f"{kind}_max": round(max(ratios[kind]), 4) for kind in ("empty", "control")},
         "step_ms_without": round(1000 * statistics.median(before for _, (before, _) in pairs), 3),
         "step_ms_with": round(1000 * statistics.median(after for _, (_, after) in pairs), 3),
         "num_pairs": num_pairs,

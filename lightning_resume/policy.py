@@ -26,7 +26,7 @@ class Cadence:
     every_n_train_steps: int | None = None
     interval_seconds: float | None = None
 
-    def is_due(self, *, steps_since_save: int, seconds_since_save: float) -> bool:
+    def is_due(self, steps_since_save: int, seconds_since_save: float) -> bool:
         """Whether a save is due. A step that was saved already is never due again."""
         if steps_since_save < 1:
             return False

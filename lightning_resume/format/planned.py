@@ -18,7 +18,7 @@ from lightning_resume.format.verify import WEIGHT_MAP_NAME
 HEADER_BUDGET_BYTES = 8_000_000
 ENTRY_BYTES = 200  # what an entry takes in the header besides its name and shape, rounded up
 MAX_SHARDS = 99_999
-BALANCED_BYTES = 128 * 2**20
+BALANCED_BYTES = 64 * 2**20
 FROZEN_BYTES = 8 * 2**20
 
 

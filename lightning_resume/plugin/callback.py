@@ -270,6 +270,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
         self._recall.begin(trainer)
+        has_nothing_to_drop = not (self.settings.save_on_exception and self._recall.needs_gradients)
+        loops.pass_over_hooks(self, [AtomicResumeCallback.on_train_batch_start] if has_nothing_to_drop else [])
         self._listen(trainer)
 
     def _before_epoch(self, trainer: Trainer) -> None:
@@ -298,12 +300,13 @@ class AtomicResumeCallback(ModelCheckpoint):
         else:
             self._saver.poll(trainer)
             self._saver.make_ready(trainer)
-            if loops.is_inside_window(trainer) or is_collecting_batch_norm(trainer):
-                return
-            self._save_if_due(trainer)
-        if self.settings.save_on_signal and self._signals.may_be_noted(trainer) and loops.is_saveable(trainer):
+            if self._saver.may_be_due(trainer):
+                if not _is_between_steps(trainer):
+                    return
+                self._save_if_due(trainer)
+        if self.settings.save_on_signal and self._signals.may_be_noted(trainer) and _is_saveable(trainer):
             self._heed_signals(trainer)
-        if self.settings.save_on_exception and loops.is_saveable(trainer):
+        if self.settings.save_on_exception and self._recall.may_note() and _is_saveable(trainer):
             self._recall.note(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:
@@ -456,3 +459,11 @@ class AtomicResumeCallback(ModelCheckpoint):
     @best_model_path.setter
     def best_model_path(self, value: str) -> None:
         self._best_model_path = value
+
+
+def _is_between_steps(trainer: Trainer) -> bool:
+    return not loops.is_inside_window(trainer) and not is_collecting_batch_norm(trainer)
+
+
+def _is_saveable(trainer: Trainer) -> bool:
+    return _is_between_steps(trainer) and loops.is_saveable(trainer)

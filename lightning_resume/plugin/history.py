@@ -23,7 +23,7 @@ class LossHistory:
         self._steps = torch.empty(0, dtype=torch.int64)
         self._losses = torch.empty(0, dtype=torch.float64)
         self._new_steps: list[int] = []
-        self._new_losses: list[torch.Tensor] = []
+        self._new_losses: list[torch.Tensor | float] = []
         self._last_step = 0
 
     @property
@@ -49,16 +49,20 @@ class LossHistory:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._new_steps.append(global_step)
-            self._new_losses.append(loss.detach().reshape(()))
+            # On the CPU a number costs less than a tensor that stays alive; on a device it would wait for the step.
+            self._new_losses.append(loss.item() if _is_ready(loss) else loss.detach().reshape(()))
             if len(self._new_steps) >= _FLUSH_AFTER:
                 self._flush()
 
     def _flush(self) -> None:
-        if self._new_steps:
-            new = torch.stack([loss.to(torch.float64) for loss in self._new_losses]).cpu()
-            self._steps = torch.cat([self._steps, torch.tensor(self._new_steps, dtype=torch.int64)])
-            self._losses = torch.cat([self._losses, new])
-            self._new_steps, self._new_losses = [], []
+        if not self._new_steps:
+            return
+        waiting = [loss.to(torch.float64) for loss in self._new_losses if isinstance(loss, torch.Tensor)]
+        arrived = iter(torch.stack(waiting).tolist() if waiting else ())
+        new = [next(arrived) if isinstance(loss, torch.Tensor) else loss for loss in self._new_losses]
+        self._steps = torch.cat([self._steps, torch.tensor(self._new_steps, dtype=torch.int64, device="cpu")])
+        self._losses = torch.cat([self._losses, torch.tensor(new, dtype=torch.float64, device="cpu")])
+        self._new_steps, self._new_losses = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """`{"steps": int64 tensor, "losses": float64 tensor, "last_step": int}`."""
@@ -69,3 +73,7 @@ class LossHistory:
         self._steps, self._losses = state["steps"], state["losses"]
         self._new_steps, self._new_losses = [], []
         self._last_step = state["last_step"]
+
+
+def _is_ready(loss: torch.Tensor) -> bool:
+    return loss.is_cpu and loss.is_floating_point()

@@ -8,7 +8,7 @@ nothing of the next has begun.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -121,6 +121,25 @@ def take_over_sigterm(trainer: Trainer) -> None:
     The caller has to ask all of them instead: a broadcast from rank 0 does not see what another rank was sent.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+_STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+
+
+def pass_over_hooks(callback: Callback, empty: Collection[object]) -> None:
+    """Lets Lightning pass over those hooks of a step in which a callback does nothing; asking it takes 4 µs for each.
+
+    Lightning looks each hook up by name and calls what can be called.
+
+    Args:
+        callback: whose.
+        empty: functions that do nothing in this fit, besides Lightning's own.
+    """
+    for name in _STEP_HOOKS:
+        callback.__dict__.pop(name, None)
+        hook = getattr(type(callback), name)
+        if hook is getattr(Callback, name) or hook in empty:
+            callback.__dict__[name] = None
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
@@ -270,9 +289,11 @@ def combined_state(trainer: Trainer) -> dict[str, Any]:
 def follow_passes(trainer: Trainer) -> None:
     """Tells the wrapped loaders which of their passes are trained from: a callback may have looked into them since."""
     combined = trainer.fit_loop._combined_loader
-    iterators = combined._iterator.iterators if combined is not None and combined._iterator is not None else []
-    for loader, iterator in zip(train_loaders(trainer), iterators, strict=False):
-        loader.follow(iterator)
+    if combined is None or combined._iterator is None:
+        return
+    for loader, iterator in zip(combined.flattened, combined._iterator.iterators, strict=False):
+        if type(loader) is ResumableLoader:
+            loader.follow(iterator)
 
 
 def is_fetched_ahead(trainer: Trainer) -> bool:

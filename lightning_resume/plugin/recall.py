@@ -28,11 +28,11 @@ from lightning_resume.plugin.checkpoint_io import RANK_STATES
 from lightning_resume.plugin.metrics import capture_metrics
 from lightning_resume.rng import RNGState
 
-MAX_SHARE = 0.005
+MAX_SHARE = 0.002
 CREDIT_SECONDS = 0.02
 
 _NEVER = "no moment at which it could be saved has been reached"
-_TOO_DEAR = "remembering each step would have cost more than 0.5 % of the training time"
+_TOO_DEAR = "remembering each step would have cost more than 0.2 % of the training time"
 
 
 class Recall:
@@ -59,6 +59,13 @@ class Recall:
         self._begun, self._spent_seconds, self._watched = time.monotonic(), 0.0, None
         self.needs_gradients = module_state.needs_gradients(trainer)
 
+    def may_note(self) -> bool:
+        """Whether the time for it is there; forgets the cut before if not. To be called at each cut."""
+        if self._spent_seconds <= CREDIT_SECONDS + MAX_SHARE * (time.monotonic() - self._begun):
+            return True
+        self.drop(_TOO_DEAR)
+        return False
+
     def note(self, trainer: Trainer) -> None:
         """At a cut that can be saved. Draws no number, moves no stream, and changes nothing."""
         if trainer.world_size > 1:
@@ -70,10 +77,7 @@ class Recall:
                 return
             self._watched = module_state.Watched(trainer)
             self._generators = module_state.held_generators(trainer)
-        now = time.monotonic()
-        if self._spent_seconds > CREDIT_SECONDS + MAX_SHARE * (now - self._begun):
-            self.drop(_TOO_DEAR)
-            return
+        begun = time.monotonic()
         ahead = loops.num_batches_ahead(trainer)
         self._marks = self._watched.marks()
         self._parts = {
@@ -88,11 +92,13 @@ class Recall:
             "progress": loops.capture_progress(trainer),
         }
         self.missing = ""
-        self._spent_seconds += time.monotonic() - now
+        self._spent_seconds += time.monotonic() - begun
 
     def drop(self, missing: str) -> None:
         """Forgets the cut: the state is no longer what follows from it in ways that are known."""
-        self.missing, self._parts = missing, {}
+        self.missing = missing
+        if self._parts:
+            self._parts = {}
 
     def changed(self, trainer: Trainer) -> str:
         """What has changed since the cut and was not remembered; "" if nothing."""

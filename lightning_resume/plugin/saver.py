@@ -46,6 +46,8 @@ class Saver:
         self._settings = settings
         self._cadence = Cadence(settings.every_n_train_steps, interval)
         self._may_stretch = settings.is_default_cadence
+        tiers = settings.archive_every_n_train_steps, settings.save_weights_only_every_n_train_steps
+        self._has_tiers = any(every is not None for every in tiers)
         self._writer = BackgroundWriter()
         self._image = Image()
         self._plans = PlanCache()
@@ -80,6 +82,13 @@ class Saver:
         """Optimizer steps since the last save that succeeded or is in flight."""
         return int(trainer.global_step - self._saved_step)
 
+    def may_be_due(self, trainer: Trainer) -> bool:
+        """Whether `due` has anything to decide: asked at every cut, where a save is possible and where it is not."""
+        if trainer.world_size > 1 or self._has_tiers:
+            return True
+        num_steps = trainer.global_step - self._due_from[0]
+        return self._cadence.is_due(num_steps, time.monotonic() - self._due_from[1])
+
     def due(self, trainer: Trainer) -> str | None:
         """The kind of save that is due: "full", "weights" or None. All ranks must call, and are given the same.
 
@@ -87,9 +96,7 @@ class Saver:
         full one is both.
         """
         step = trainer.global_step
-        is_due = self._cadence.is_due(
-            steps_since_save=step - self._due_from[0], seconds_since_save=time.monotonic() - self._due_from[1]
-        )
+        is_due = self._cadence.is_due(step - self._due_from[0], time.monotonic() - self._due_from[1])
         if self._cadence.interval_seconds is not None:
             is_due = decide(trainer, is_due)
         if is_due and self._settings.back_pressure == "skip" and self._in_flight:
