@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 _library: Any = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
 _library.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _library.memcmp.restype = ctypes.c_int
+_held: Any = ctypes.PyDLL("msvcrt" if os.name == "nt" else None)
+
+# To an address, from an address, so many bytes. No other thread runs meanwhile: of a few KB, letting others run takes
+# longer than copying.
+copy_small: Callable[[int, int, int], None] = _held.memcpy
+_held.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_held.memcpy.restype = None
 
 
 def compare_memory(left: int, right: int, num_bytes: int) -> bool:
