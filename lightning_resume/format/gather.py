@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, groupby, starmap
+from itertools import groupby, starmap
 from typing import Any, Union
 
 import numpy as np
@@ -49,7 +49,9 @@ def part_data(part: Part) -> memoryview:
 def copy_parts(parts: Sequence[Part], memory: torch.Tensor) -> None:
     """Copies the parts of one file, or some of them, on this thread; see `copy_files`."""
     layout = _Layout(parts, memory)
-    _move(layout.small_pieces(), copy_small)
+    for run, to in layout.runs:
+        run.copy_to(to)
+    _move(layout.small, copy_small)
     _move(layout.large, ctypes.memmove)
     layout.copy_tensors()
 
@@ -89,7 +91,11 @@ def copy_files(
         layout.copy_tensors(non_blocking=non_blocking)
     large: list[tuple[int, list[Piece]]] = []
     for number, layout in enumerate(layouts):
-        copy((number, layout.small_pieces()), copy_small)
+        for run, to in layout.runs:
+            if not is_equal[number] or not run.is_at(to):
+                is_equal[number] = False
+                run.copy_to(to)
+        copy((number, layout.small), copy_small)
         large += ((number, bundle) for bundle in _bundles(layout.large))
     is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
     for_each(large, copy, default_threads() if is_much else 1)
@@ -125,24 +131,22 @@ class _Layout:
 
     Attributes:
         large: the pieces of `LARGE_BYTES` and more.
+        small: the others.
+        runs: runs that have none but small ones, and the address that each goes to.
         targets: what torch copies to.
     """
 
     def __init__(self, parts: Sequence[Part], memory: torch.Tensor) -> None:
         self.large: list[Piece] = []
         self.targets: list[torch.Tensor] = []
-        self._small: list[Piece] = []
-        self._runs: list[tuple[Run, int]] = []  # of small pieces, and the address that each goes to
+        self.small: list[Piece] = []
+        self.runs: list[tuple[Run, int]] = []
         self._sources: list[torch.Tensor] = []
         self._kept: list[object] = [parts]
         self._memory = memory
         begin = 0
         for add, group in groupby(parts, self._adder):
             begin = add(group, begin)
-
-    def small_pieces(self) -> Iterator[Piece]:
-        """The smaller pieces. Between runs other threads get their turn."""
-        return chain(self._small, chain.from_iterable(starmap(Run.pieces, self._runs)))
 
     def _adder(self, part: Part) -> Callable[[Iterable[Any], int], int]:
         if isinstance(part, Run):
@@ -154,7 +158,7 @@ class _Layout:
             to = self._memory.data_ptr() + begin
             run.require_same_memory()  # of all before any is copied: copying takes them out of the processor's cache
             if run.largest_bytes < LARGE_BYTES:
-                self._runs.append((run, to))
+                self.runs.append((run, to))
             else:
                 self._add_pieces(run.pieces(to))
             begin += run.num_bytes
@@ -162,7 +166,7 @@ class _Layout:
 
     def _add_pieces(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            (self._small if piece[2] < LARGE_BYTES else self.large).append(piece)
+            (self.small if piece[2] < LARGE_BYTES else self.large).append(piece)
 
     def _add_in_place(self, blobs: Iterable[Blob], begin: int) -> int:
         """Adds tensors that lie in memory as they do in the file.

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, starmap
 from operator import attrgetter, ge
 from typing import Any
 
 import torch
 
 from lightning_resume.format.blobs import Blob
+from lightning_resume.format.memory import MAX_PIECES, compare_memory, gather_memory
 from lightning_resume.format.tensors import bytes_in_place
 
 Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
 
-MAX_TENSORS = 256  # of a row: no more than stay in the cache while they are looked at several times
+MAX_TENSORS = min(256, MAX_PIECES)  # of a row: they stay in the cache while they are looked at several times
 
 _flags = attrgetter("dtype", "shape", "is_cpu", "requires_grad")
 
@@ -55,6 +56,14 @@ class Run:
     def pieces(self, to: int) -> Iterator[Piece]:
         """What is to be copied to an address."""
         return zip(accumulate(self.sizes, initial=to), self.addresses, self.sizes)  # noqa: B905 (one sum more)
+
+    def copy_to(self, to: int) -> None:
+        """Copies all to an address."""
+        gather_memory(to, self.addresses, self.sizes)
+
+    def is_at(self, to: int) -> bool:
+        """Whether the same bytes are at an address."""
+        return all(starmap(compare_memory, self.pieces(to)))
 
     def data(self) -> memoryview:
         """The bytes of all; a copy if there are several tensors.
