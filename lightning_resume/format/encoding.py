@@ -51,16 +51,17 @@ def encode_files(
         raise UnsupportedStateError(RANK_STATE_KEY, "the key is where a rank's own state will be", "Rename it.")
     found = plans.find(layout, state, find_encoder) if plans is not None else None
     if found is not None:
-        nodes, files = found
+        text, files = found
+        texts = [PlannedFile.of("state.json", [text])]
     else:
         groups = {layout.model_key: "model", layout.optimizer_key: "optimizer"}
         nodes, store = _encode_state(state, groups, "state", layout.model_key)
         files = _plan(store, layout)
         if layout.model_key in state and "model" not in store.groups:
             files += plan_group("model", [], layout.max_shard_bytes)
+        texts = [_text("state.json", state, nodes)]
         if plans is not None:
             plans.keep(layout, state, nodes, store, files)
-    texts = [_text("state.json", state, nodes)]
     for rank, rank_state in enumerate(rank_states):
         group = f"rank-{rank:05d}"
         nodes, store = _encode_state(rank_state, {}, group, None)

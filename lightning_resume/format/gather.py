@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby, starmap
 from typing import Any, Union
 
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from lightning_resume.format.blobs import Blob
-from lightning_resume.format.memory import compare_memory
+from lightning_resume.format.memory import compare_memory, copy_small
+from lightning_resume.format.runs import Piece, Run
 from lightning_resume.format.tensors import TORCH_DTYPES, bytes_in_place, bytes_of, has_memory
 from lightning_resume.format.threads import default_threads, for_each
 
-Part = Union[bytes, Blob]  # noqa: UP007 (evaluated when the module is loaded, on Python 3.10 too)
-Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
+Part = Union[bytes, Blob, Run]  # noqa: UP007 (evaluated when the module is loaded, on Python 3.10 too)
 
 PIECE_BYTES = 8 * 2**20  # what a thread copies at a time
 LARGE_BYTES = 2**18  # smaller pieces are left to one thread: several python threads over them are slower
@@ -38,18 +38,21 @@ _COPIED_AS = {
 
 def part_bytes(part: Part) -> int:
     """Size of a part."""
-    return part.num_bytes if isinstance(part, Blob) else len(part)
+    return len(part) if isinstance(part, bytes) else part.num_bytes
 
 
 def part_data(part: Part) -> memoryview:
     """Bytes of a part; raises `UnsupportedStateError` as `Blob.data` does."""
-    return part.data() if isinstance(part, Blob) else memoryview(part)
+    return memoryview(part) if isinstance(part, bytes) else part.data()
 
 
 def copy_parts(parts: Sequence[Part], memory: torch.Tensor) -> None:
     """Copies the parts of one file, or some of them, on this thread; see `copy_files`."""
     layout = _Layout(parts, memory)
-    _move(layout.pieces)
+    for run, to in layout.runs:
+        run.copy_to(to)
+    _move(layout.small, copy_small)
+    _move(layout.large, ctypes.memmove)
     layout.copy_tensors()
 
 
@@ -74,39 +77,40 @@ def copy_files(
     layouts = [_Layout(parts, memory) for parts, memory in files]
     is_equal = [number in compare and not layout.targets for number, layout in enumerate(layouts)]
 
-    def copy(bundle: tuple[int, list[Piece]]) -> None:
-        number, pieces = bundle
+    def copy(bundle: tuple[int, Iterable[Piece]], move: Callable[[int, int, int], object] = ctypes.memmove) -> None:
+        number, pieces = bundle[0], iter(bundle[1])
         if is_equal[number]:  # so far
-            num_equal = 0
-            while num_equal < len(pieces) and compare_memory(*pieces[num_equal]):
-                num_equal += 1
-            pieces = pieces[num_equal:]
-            if pieces:  # never the other way round: another thread may have found a difference
-                is_equal[number] = False
-        _move(pieces)
+            for piece in pieces:
+                if not compare_memory(*piece):
+                    is_equal[number] = False  # never the other way round: another thread may have found a difference
+                    move(*piece)
+                    break
+        _move(pieces, move)
 
     for layout in layouts:
         layout.copy_tensors(non_blocking=non_blocking)
     large: list[tuple[int, list[Piece]]] = []
     for number, layout in enumerate(layouts):
-        copy((number, [piece for piece in layout.pieces if piece[2] < LARGE_BYTES]))
-        large += ((number, bundle) for bundle in _bundles(layout.pieces))
+        for run, to in layout.runs:
+            if not is_equal[number] or not run.is_at(to):
+                is_equal[number] = False
+                run.copy_to(to)
+        copy((number, layout.small), copy_small)
+        large += ((number, bundle) for bundle in _bundles(layout.large))
     is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
     for_each(large, copy, default_threads() if is_much else 1)
     return is_equal
 
 
-def _move(pieces: Iterable[Piece]) -> None:
-    deque(starmap(ctypes.memmove, pieces), maxlen=0)  # a loop in python takes half as long again
+def _move(pieces: Iterable[Piece], move: Callable[[int, int, int], object]) -> None:
+    deque(starmap(move, pieces), maxlen=0)  # a loop in python takes half as long again
 
 
-def _bundles(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The large pieces, cut and put together to what is worth a turn of a thread."""
+def _bundles(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Large pieces, cut and put together to what is worth a turn of a thread."""
     bundle: list[Piece] = []
     num_bytes = 0
     for to, source, size in pieces:
-        if size < LARGE_BYTES:
-            continue
         for begin in range(0, size, PIECE_BYTES):
             count = min(PIECE_BYTES, size - begin)
             bundle.append((to + begin, source + begin, count))
@@ -124,25 +128,53 @@ class _Layout:
     Args:
         parts: of the file; the layout keeps them alive, with the memory that it has the addresses of.
         memory: where they go.
+
+    Attributes:
+        large: the pieces of `LARGE_BYTES` and more.
+        small: the others.
+        runs: runs that have none but small ones, and the address that each goes to.
+        targets: what torch copies to.
     """
 
     def __init__(self, parts: Sequence[Part], memory: torch.Tensor) -> None:
-        self.pieces: list[Piece] = []
+        self.large: list[Piece] = []
         self.targets: list[torch.Tensor] = []
+        self.small: list[Piece] = []
+        self.runs: list[tuple[Run, int]] = []
         self._sources: list[torch.Tensor] = []
         self._kept: list[object] = [parts]
         self._memory = memory
         begin = 0
-        for is_in_place, group in groupby(parts, _is_in_place):
-            run: list[Any] = list(group)
-            begin = self._add_in_place(run, begin) if is_in_place else self._add_others(run, begin)
+        for add, group in groupby(parts, self._adder):
+            begin = add(group, begin)
 
-    def _add_in_place(self, blobs: Sequence[Blob], begin: int) -> int:
+    def _adder(self, part: Part) -> Callable[[Iterable[Any], int], int]:
+        if isinstance(part, Run):
+            return self._add_runs
+        return self._add_in_place if _is_in_place(part) else self._add_others
+
+    def _add_runs(self, runs: Iterable[Run], begin: int) -> int:
+        for run in runs:
+            to = self._memory.data_ptr() + begin
+            run.require_same_memory()  # of all before any is copied: copying takes them out of the processor's cache
+            if run.largest_bytes < LARGE_BYTES:
+                self.runs.append((run, to))
+            else:
+                self._add_pieces(run.pieces(to))
+            begin += run.num_bytes
+        return begin
+
+    def _add_pieces(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            (self.small if piece[2] < LARGE_BYTES else self.large).append(piece)
+
+    def _add_in_place(self, blobs: Iterable[Blob], begin: int) -> int:
         """Adds tensors that lie in memory as they do in the file.
 
         All that is asked of one of 10^5 tensors is asked at once: then it is in the processor's cache.
         """
         place = self._memory.data_ptr()
+        pieces: list[Piece] = []
         for blob in blobs:
             tensor: torch.Tensor = blob.owner
             num_bytes = blob.num_bytes
@@ -151,8 +183,9 @@ class _Layout:
             offset = tensor.storage_offset()
             if num_bytes + (offset and offset * tensor.element_size()) > tensor.untyped_storage().nbytes():
                 blob.refuse_change()  # what is copied by address from here on has to be all there
-            self.pieces.append((place + begin, tensor.data_ptr(), num_bytes))
+            pieces.append((place + begin, tensor.data_ptr(), num_bytes))
             begin += num_bytes
+        self._add_pieces(pieces)
         return begin
 
     def _add_others(self, parts: Iterable[Part], begin: int) -> int:
@@ -166,7 +199,7 @@ class _Layout:
             elif num_bytes:
                 array = np.frombuffer(part_data(part), np.uint8)
                 self._kept.append(array)
-                self.pieces.append((self._memory.data_ptr() + begin, array.ctypes.data, num_bytes))
+                self._add_pieces([(self._memory.data_ptr() + begin, array.ctypes.data, num_bytes)])
             begin += num_bytes
         return begin
 

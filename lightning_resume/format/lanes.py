@@ -1,7 +1,7 @@
 """Writing several files at once, each hashed on the way; memory and threads are bounded, and end with the call.
 
-A lane is two threads: one gathers and hashes a block while the other writes the one before it. With one lane the files
-follow each other. A checkpoint of a few MB is written without any thread.
+A lane is three threads: one gathers a block while another hashes the one before it, and the third writes the one before
+that. With one lane the files follow each other. A checkpoint of a few MB is written without any thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
     Args:
         directory: where; none of the files may be there.
         files: what to write; the largest are begun first.
-        num_lanes: files at a time; each is hashed by one thread.
+        num_lanes: files at a time; each is hashed by one thread, between two that gather and write.
 
     Returns:
         Name → size and digest, in the order of `files`.
@@ -79,46 +79,91 @@ class _Run:
 
 
 def _lane(run: _Run) -> None:
-    """Hashes one file after the other while another thread writes them."""
-    messages: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
-    writer = _Writer(run)
+    """Gathers one file after the other, while other threads hash and write what was gathered."""
+    to_hash: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
+    to_write: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
+    writer, hasher = _Writer(run), _Hasher(run, to_write.put)
 
-    def hash_beside(has_thread: bool) -> None:
+    def gather_beside(has_threads: bool) -> None:
         try:
-            if has_thread:
-                _hash_files(run, messages.put, writer.take)
+            if has_threads:
+                _gather_files(run, to_hash.put, writer.take)
             else:
                 _hash_inline(run)
-        except BaseException as error:  # before the other thread is waited for
+        except BaseException as error:  # before the other threads are waited for
             run.failure = run.failure or error
         finally:
-            messages.put(None)
+            to_hash.put(None)
+            if not has_threads:
+                to_write.put(None)  # there may be nobody to hand it on
 
-    run.attempt(lambda: beside([threading.Thread(target=writer.work_off, args=(messages,))], hash_beside))
+    def hash_all() -> None:
+        _work_off(run, to_hash, hasher.put)
+        to_write.put(None)
+
+    def write_all() -> None:
+        _work_off(run, to_write, writer.put)
+        writer.abandon()
+
+    threads = [threading.Thread(target=hash_all), threading.Thread(target=write_all)]
+    run.attempt(lambda: beside(threads, gather_beside))
+
+
+def _work_off(
+    run: _Run, messages: queue.SimpleQueue[Source | Block | None], put: Callable[[Source | Block], None]
+) -> None:
+    """Takes what comes, until None does; also after a failure, since somebody may be waiting for a buffer."""
+    while (message := messages.get()) is not None:
+        run.attempt(functools.partial(put, message))
 
 
 def _hash_inline(run: _Run) -> None:
     writer = _Writer(run)
     try:
-        _hash_files(run, writer.put, writer.take)
+        _gather_files(run, _Hasher(run, writer.put).put, writer.take)
     finally:
         writer.abandon()
 
 
-def _hash_files(run: _Run, put: Callable[[Source | Block], None], take: Callable[[], Buffer]) -> None:
+def _gather_files(run: _Run, put: Callable[[Source | Block], None], take: Callable[[], Buffer]) -> None:
     while run.failure is None:
         try:
             file = run.pending.popleft()
         except IndexError:
             return
-        digest = hashlib.sha256()
         put(file)
         for block in file.blocks(take):
-            digest.update(block.data)
             put(block)
             if run.failure is not None:
                 return
-        run.entries[file.name] = FileEntry(file.num_bytes, digest.hexdigest())
+
+
+class _Hasher:
+    """Takes the digests of files on their way.
+
+    Args:
+        run: gets a file's entry when all of it has passed.
+        put: takes the messages next.
+    """
+
+    def __init__(self, run: _Run, put: Callable[[Source | Block], None]) -> None:
+        self._run, self._put = run, put
+        self._digest = hashlib.sha256()
+        self._file: Source | None = None
+        self._bytes_left = 0
+
+    def put(self, message: Source | Block) -> None:
+        """Hashes a block and hands it on, whatever happens: somebody may be waiting for its buffer."""
+        try:
+            if not isinstance(message, Block):
+                self._digest, self._file, self._bytes_left = hashlib.sha256(), message, message.num_bytes
+            elif self._run.failure is None:
+                self._digest.update(message.data)
+                self._bytes_left -= len(message.data)
+            if self._file is not None and not self._bytes_left:
+                self._run.entries[self._file.name] = FileEntry(self._file.num_bytes, self._digest.hexdigest())
+        finally:
+            self._put(message)
 
 
 class _Writer:
@@ -137,12 +182,6 @@ class _Writer:
             self._num_buffers += 1
             return Buffer()
         return self._free.get()
-
-    def work_off(self, messages: queue.SimpleQueue[Source | Block | None]) -> None:
-        """Takes what comes, until None does; also after a failure, since somebody may be waiting for a buffer."""
-        while (message := messages.get()) is not None:
-            self._run.attempt(functools.partial(self.put, message))
-        self.abandon()
 
     def put(self, message: Source | Block) -> None:
         """Begins a file, or appends a block; finishes the file when nothing is left of it."""

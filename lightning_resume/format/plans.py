@@ -3,22 +3,30 @@
 The state of the next save is walked beside that of the last one. As long as every container has the same type and keys
 and every tensor the same type, dtype, shape, strides and flags, the plan is taken again, with the new tensors in it;
 numbers and texts are encoded anew. At the first difference the state is encoded from the start.
+
+The tensors are checked here, once, and their addresses noted (see `runs`): until they are copied or written, nothing of
+the state may be resized or given other memory.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from lightning_resume.errors import UnsupportedStateError
+from lightning_resume.format import blocks
 from lightning_resume.format.blobs import Blob, BlobStore
+from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.planned import PlannedFile
-from lightning_resume.format.skeleton import GROUP, NAME, TAG
+from lightning_resume.format.runs import MAX_TENSORS, DifferentError, Row
+from lightning_resume.format.skeleton import GROUP, MAX_STATE_BYTES, NAME, TAG, state_to_bytes
+from lightning_resume.format.strict_json import dump_json
 from lightning_resume.format.tensors import bytes_in_place
 from lightning_resume.format.tree import EncodeWalk, FindEncoder
 
@@ -27,12 +35,8 @@ MAX_MISSES = 3  # one behind the other: a state that is never the same costs no 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (dict, OrderedDict, list, tuple)
+_MARK = re.compile(rb'\{"\$":([0-9]+)\}')  # no tag is a number, and the quotes of a text are escaped
 _CONSTANT = (int, str, bool)  # they do not change in place, and do not differ where they are equal, as 0.0 and -0.0 do
-_flags = attrgetter("dtype", "shape", "layout", "is_cpu", "is_nested", "is_quantized", "requires_grad")
-
-
-class _DifferentError(Exception):
-    """The state does not fit the plan, or no plan can be made of it."""
 
 
 class PlanCache:
@@ -51,8 +55,8 @@ class PlanCache:
 
     def find(
         self, key: object, state: Mapping[str, Any], find_encoder: FindEncoder
-    ) -> tuple[dict[str, Any], list[PlannedFile]] | None:
-        """The skeleton and the files of a state, if it is built as the last one was.
+    ) -> tuple[bytes, list[PlannedFile]] | None:
+        """The text of the skeleton and the files of a state, if it is built as the last one was.
 
         Args:
             key: whatever else the plan depends on.
@@ -65,23 +69,23 @@ class PlanCache:
         if plan is None or plan.key != key:
             return None
         try:
-            plan.fill(state, find_encoder)
-        except (_DifferentError, UnsupportedStateError, AttributeError, RuntimeError):
+            found = plan.fill(state, find_encoder)
+        except (DifferentError, UnsupportedStateError, AttributeError, RuntimeError):
             self._miss()  # what is wrong with the state, if anything, is told by encoding it
             return None
         self._plan, self._num_misses = plan, 0
-        return plan.nodes, [replace(file) for file in plan.files]
+        return found
 
     def keep(
         self, key: object, state: Mapping[str, Any], nodes: dict[str, Any], store: BlobStore, files: list[PlannedFile]
     ) -> None:
-        """Keeps what a state was encoded to, where the next one may profit from it."""
+        """Keeps what a state was encoded to, where the next one may profit from it. The nodes are the plan's then."""
         blobs = {id(blob.nodes[0]): blob for group in store.groups.values() for blob in group}
         if len(blobs) < MIN_TENSORS or self._num_misses >= MAX_MISSES:
             return
         try:
             self._plan = _Plan(key, state, nodes, blobs, files)
-        except _DifferentError:
+        except (DifferentError, RuntimeError):
             self._miss()
 
     def _miss(self) -> None:
@@ -103,26 +107,31 @@ class _Leaf:
     blob: Blob | None
     last: object = None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether its node is the same for every state that fits."""
+        return self.blob is not None
+
     def fill(self, value: Any, find_encoder: FindEncoder) -> None:
         """Encodes the value's successor; with data it has to differ in nothing but that."""
         if type(value) in _TENSORS or (type(value) in _CONTAINERS and self.blob is None):
-            raise _DifferentError
+            raise DifferentError
         store = BlobStore()
         node = EncodeWalk(find_encoder, store).encode(value)
         blobs = [blob for group in store.groups.values() for blob in group]
         if self.blob is None:
             if blobs:
-                raise _DifferentError
+                raise DifferentError
             self.holder[self.index] = node
             self.last = value if type(value) in _CONSTANT else None
             return
         if len(blobs) != 1 or blobs[0].nodes[0] is not node:
-            raise _DifferentError
+            raise DifferentError
         before, now = self.blob, blobs[0]
         node[GROUP], node[NAME] = before.group, before.name
         is_same = (now.dtype, now.shape, now.source) == (before.dtype, before.shape, before.source)
         if not is_same or node != self.holder[self.index]:
-            raise _DifferentError
+            raise DifferentError
         before.owner = now.owner
 
 
@@ -137,7 +146,7 @@ class _Plan:
         files: where the data goes.
 
     Raises:
-        _DifferentError: not all of the data is of plain tensors, each in one place.
+        DifferentError: not all of the data is of plain tensors, each in one place.
     """
 
     def __init__(
@@ -148,21 +157,24 @@ class _Plan:
         blobs: Mapping[int, Blob],
         files: list[PlannedFile],
     ) -> None:
-        self.key, self.nodes, self.files = key, nodes, [replace(file) for file in files]
+        self.key, self._nodes = key, nodes
         self._tensors: list[Blob] = []
         self._others: list[Blob] = []
         self._by_node = blobs
         self._top = _Container(dict(state), nodes, self)
         if len(self._tensors) + len(self._others) != len(blobs):
-            raise _DifferentError
+            raise DifferentError
         self._by_node = {}
-        self._signature = _sign([blob.owner for blob in self._tensors])
+        positions = {id(blob): position for position, blob in enumerate(self._tensors)}
+        self._files = [(replace(file, parts=[]), _parts(file.parts, positions)) for file in files]
+        self._texts: list[bytes] = []
+        self._top.shorten(self._texts)
 
     def add_tensor(self, node: Any) -> None:
         """Takes note of the next tensor of the state."""
         blob = self._by_node.get(id(node))
         if blob is None or blob.source is not bytes_in_place or len(blob.nodes) > 1 or not blob.num_bytes:
-            raise _DifferentError
+            raise DifferentError
         self._tensors.append(blob)
 
     def add_data(self, node: Any) -> Blob | None:
@@ -170,46 +182,90 @@ class _Plan:
         blob = self._by_node.get(id(node))
         if blob is not None:
             if len(blob.nodes) > 1:
-                raise _DifferentError
+                raise DifferentError
             self._others.append(blob)
         return blob
 
-    def fill(self, state: Mapping[str, Any], find_encoder: FindEncoder) -> None:
-        """Puts another state's tensors and values in.
+    def fill(self, state: Mapping[str, Any], find_encoder: FindEncoder) -> tuple[bytes, list[PlannedFile]]:
+        """The text and the files of another state.
 
         Raises:
-            _DifferentError: it is not built the same.
+            DifferentError: it is not built the same.
         """
         tensors: list[Any] = []
         leaves: list[tuple[_Leaf, Any]] = []
         self._top.visit(dict(state), tensors, leaves)
-        if _sign(tensors) != self._signature:
-            raise _DifferentError
+        places: set[int] = set()
+        files = []
+        for file, planned in self._files:
+            parts: list[Part] = []
+            for part, take in planned:
+                if isinstance(part, Row):
+                    run = part.fill(take(tensors))
+                    places.update(run.addresses)
+                    parts.append(run)
+                else:
+                    parts.append(part)
+            files.append(replace(file, parts=parts))
+        if len(places) != len(tensors):  # two names for one piece of memory
+            raise DifferentError
         for leaf, value in leaves:
             leaf.fill(value, find_encoder)
-        for blob, tensor in zip(self._tensors, tensors, strict=True):
-            blob.owner = tensor
+        return self._text(), files
+
+    def _text(self) -> bytes:
+        try:
+            text = _MARK.sub(lambda mark: self._texts[int(mark[1])], state_to_bytes(self._nodes))
+        except ValueError as error:
+            raise DifferentError from error
+        if len(text) > MAX_STATE_BYTES:
+            raise DifferentError
+        return text
 
     def empty(self) -> None:
         """Lets go of all data."""
         for blob in (*self._tensors, *self._others):
             blob.owner = None
+        self._tensors = []  # from the second state on they are in no file
 
 
-def _sign(tensors: Sequence[Any]) -> list[Any]:
-    """All that a node and a header say of a tensor, and all that says that its bytes can be taken as they lie."""
-    if not set(map(type, tensors)) <= set(_TENSORS):
-        raise _DifferentError
-    places: set[int] = set()
-    signature = []
-    for tensor in tensors:  # all at once: then it is in the processor's cache
-        if tensor.is_conj() or tensor.is_neg():
-            raise _DifferentError
-        places.add(tensor.data_ptr())
-        signature.append((type(tensor), tensor.stride(), *_flags(tensor)))
-    if len(places) != len(tensors):  # two names for one piece of memory
-        raise _DifferentError
-    return signature
+def _parts(parts: Sequence[Part], positions: Mapping[int, int]) -> list[tuple[Part | Row, Callable[[list[Any]], Any]]]:
+    """The parts of a file, its tensors as rows, and how a row's tensors are taken out of all.
+
+    A row lies in one block of the file or has one tensor only: then none has to be cut when the blocks are gathered.
+
+    Args:
+        parts: its contents.
+        positions: id of a tensor's blob → where the tensor stands among those of the state.
+    """
+    result: list[tuple[Part | Row, Callable[[list[Any]], Any]]] = []
+    row: list[Blob] = []
+    end = limit = 0
+
+    def finish_row() -> None:
+        if row:
+            result.append((Row(row.copy()), _getter([positions[id(blob)] for blob in row])))
+            row.clear()
+
+    for part in parts:
+        begin, end = end, end + part_bytes(part)
+        if not isinstance(part, Blob) or id(part) not in positions:
+            finish_row()
+            result.append((part, list))
+            continue
+        if len(row) == MAX_TENSORS or end > limit:
+            finish_row()
+        if not row:
+            limit = (begin // blocks.BLOCK_BYTES + 1) * blocks.BLOCK_BYTES
+        row.append(part)
+    finish_row()
+    return result
+
+
+def _getter(positions: list[int]) -> Callable[[list[Any]], Any]:
+    if positions == list(range(positions[0], positions[-1] + 1)):
+        return itemgetter(slice(positions[0], positions[-1] + 1))
+    return itemgetter(*positions)
 
 
 class _Container:
@@ -225,32 +281,53 @@ class _Container:
         self.kind = type(value)
         self.keys = list(value) if isinstance(value, dict) else None
         if self.keys is not None and not {type(key) for key in self.keys} <= {str, int}:
-            raise _DifferentError
+            raise DifferentError
         self.key_kinds = list(map(type, self.keys)) if self.keys is not None else None
         items, holder = _items(value), node
-        if type(holder) is dict and TAG in holder:
-            holder = holder.get("v")
+        if _is_tagged(node):
+            holder = node.get("v")
         if type(holder) not in (dict, list) or len(holder) != len(items):
-            raise _DifferentError
+            raise DifferentError
         self.children: list[_Container | _Leaf | None] = []
+        self._places: list[tuple[Any, Any]] = []
         for index, item in zip(holder if type(holder) is dict else range(len(items)), items, strict=True):
             place, at = (holder, index) if self.keys is None or type(holder) is dict else (holder[index], 1)
             self.children.append(_child(item, place, at, plan))
+            self._places.append((place, at))
         self.has_tensors_only = not any(self.children)
         self.attributes = (
             _Container(vars(value), node.get("attributes", {}), plan) if self.kind is OrderedDict else None
         )
+        self._has_constant_items: bool = all(child is None or child.is_constant for child in self.children)
+        self.is_constant: bool = self._has_constant_items and (self.attributes is None or self.attributes.is_constant)
 
     def __bool__(self) -> bool:
         """True, as of a leaf: `children` is searched for what is no tensor."""
         return True
 
+    def shorten(self, texts: list[bytes]) -> None:
+        """Puts marks for the nodes of what is in it, where they are the same for every state; appends their texts."""
+        for child, (holder, index) in zip(self.children, self._places, strict=True):
+            if isinstance(child, _Container):
+                holder[index] = child.short(holder[index], texts)
+
+    def short(self, node: Any, texts: list[bytes]) -> Any:
+        """Its node with marks in it, or a mark for all of it."""
+        if self.attributes is not None:
+            self.attributes.shorten(texts)
+        if not self._has_constant_items:
+            self.shorten(texts)
+            return node
+        texts.append(dump_json(node["v"] if _is_tagged(node) else node))
+        mark = {TAG: len(texts) - 1}
+        return {**node, "v": mark} if _is_tagged(node) else mark
+
     def visit(self, value: Any, tensors: list[Any], leaves: list[tuple[_Leaf, Any]]) -> None:
         """Collects the tensors, and the leaves that changed, of the container's successor."""
         if type(value) is not self.kind or len(value) != len(self.children):
-            raise _DifferentError
+            raise DifferentError
         if self.keys is not None and (list(value) != self.keys or list(map(type, value)) != self.key_kinds):
-            raise _DifferentError
+            raise DifferentError
         if self.has_tensors_only:
             tensors.extend(_items(value))
         else:
@@ -274,6 +351,10 @@ def _child(item: Any, holder: Any, index: Any, plan: _Plan) -> _Container | _Lea
     if type(item) in _CONTAINERS and blob is None:
         return _Container(item, holder[index], plan)
     return _Leaf(holder, index, blob)
+
+
+def _is_tagged(node: Any) -> bool:
+    return type(node) is dict and TAG in node
 
 
 def _items(value: Any) -> Any:

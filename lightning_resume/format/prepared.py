@@ -107,7 +107,7 @@ class PreparedCheckpoint:
         """Writes the files and makes the directory appear at its path, whole and durable, or not at all.
 
         Args:
-            num_threads: threads that hash, each with another beside it that writes; by default one for each core, up
+            num_threads: threads that hash, each beside two that copy and write; by default one for each core, up
                 to four. One is enough in the background: two would take the training's cores from it.
             kept: where there is no image, what the last commit left in it: frozen files (see `prepare_checkpoint`)
                 of the same digest are linked. Filled anew.

@@ -96,6 +96,8 @@ def _encode_dense(tensor: torch.Tensor, walk: EncodeWalk) -> dict[str, Any]:
         if not has_memory(tensor, numel if is_contiguous else None):
             walk.refuse("its memory has been freed")
         place = (tensor.data_ptr(), dtype, shape, stride)
+        if is_cpu and not place[0]:  # a wrapper, or zeros that torch has not written out
+            walk.refuse("it has no memory of its own")
         identity: tuple[object, ...] = ("tensor", *place)
         if is_flipped or not is_cpu:
             identity = ("tensor", *place, tensor.device, tensor.is_conj(), tensor.is_neg())

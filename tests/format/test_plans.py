@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_resume.errors import UnsupportedStateError
-from lightning_resume.format import plans
+from lightning_resume.format import blocks, plans
 from lightning_resume.format.image import Image
 from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.prepared import prepare_checkpoint
@@ -104,6 +104,12 @@ def note_version(value: State) -> None:
     value["state_dict"]._metadata[""]["version"] = 7
 
 
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its memory longer than it needs."""
+    tensor.untyped_storage().resize_(tensor.nbytes + 64)
+    return tensor
+
+
 CHANGES: dict[str, Callable[[State], Any]] = {
     "dtype": in_weights(torch.Tensor.double),
     "shape": in_weights(lambda tensor: tensor.view(-1)),
@@ -112,7 +118,13 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "part of another": in_weights(lambda tensor: torch.cat([tensor, tensor])[:4]),
     "a gap": in_weights(lambda tensor: torch.cat([tensor, tensor], 1)[:, :3]),
     "negative view": in_weights(lambda tensor: tensor._neg_view()),
+    "conjugate view": in_weights(lambda tensor: torch.complex(tensor, tensor).conj()),
     "sparse": in_weights(torch.Tensor.to_sparse),
+    "compressed": in_weights(torch.Tensor.to_sparse_csr),
+    "grown": in_weights(lambda tensor: grown(tensor)),
+    "in shared memory": in_weights(torch.Tensor.share_memory_),
+    "in memory of numpy": in_weights(lambda tensor: torch.from_numpy(tensor.numpy().copy())),
+    "a subclass": in_weights(lambda tensor: nn.Buffer(tensor)),
     "parameter": in_weights(nn.Parameter),
     "no parameter": replaced("parameter", lambda tensor: tensor.detach()),
     "requires no gradient": replaced("parameter", lambda tensor: nn.Parameter(tensor.detach(), False)),
@@ -194,6 +206,131 @@ def test_a_tensor_whose_memory_is_gone_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedStateError, match=r"state_dict\.0\.weight"):
         prepare_checkpoint(tmp_path / "c", freed, plans=cache).copy_into(Image())
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its memory given back."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+UNSUPPORTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nested": lambda tensor: torch.nested.nested_tensor([tensor, tensor]),
+    "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.quint8),
+    "meta": lambda tensor: tensor.to("meta"),
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "subclass": lambda tensor: tensor.as_subclass(type("Other", (torch.Tensor,), {})),
+    "freed": lambda tensor: freed(tensor),
+    "functional": torch._to_functional_tensor,
+    "zeros that are not there": lambda tensor: torch._efficientzerotensor(tensor.shape),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("change", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_a_tensor_that_cannot_be_saved_is_named_with_a_plan_too(
+    change: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """It stands where a plain one of the same shape stood: it is seen, and refused as it is without a plan."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    wrong = state(1)
+    wrong["state_dict"]["0.weight"] = change(wrong["state_dict"]["0.weight"])
+
+    with pytest.raises(UnsupportedStateError) as caught:
+        prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+
+    assert caught.value.key_path == "state_dict.0.weight"
+    assert not is_planned(cache, state(2), tmp_path)
+
+
+def cut_short(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(4)
+
+
+def replace_memory(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full_like(tensor, 7)
+
+
+@pytest.mark.parametrize("finish", ["copy", "commit"])
+@pytest.mark.parametrize("change", [cut_short, replace_memory])
+def test_other_memory_between_preparing_and_copying_is_refused(
+    change: Callable[[torch.Tensor], None], finish: str, tmp_path: Path
+) -> None:
+    """The addresses that were noted are another tensor's by then, or nobody's."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    later = state(1)
+    checkpoint = prepare_checkpoint(tmp_path / "c", later, plans=cache)
+    change(later["optimizer_states"][0]["state"][1]["exp_avg"])
+
+    with pytest.raises(UnsupportedStateError) as caught:
+        checkpoint.copy_into(Image()) if finish == "copy" else checkpoint.commit()
+
+    assert caught.value.key_path == "optimizer_states.0.state.1.exp_avg"
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 8192, 4 * 2**20])
+def test_rows_of_tensors_are_cut_where_the_blocks_of_a_file_are(
+    block_bytes: int, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Tensors of all sizes and several dtypes, more than a row has, some larger than a block."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    cache = PlanCache()
+    generator = torch.Generator().manual_seed(0)
+    sizes = [*torch.randint(1, 900, (600,), generator=generator).tolist(), 30_000, 1, 300_000, 4096, 5]
+    dtypes = [torch.float32, torch.int64, torch.uint8, torch.bfloat16]
+
+    used = [
+        is_planned(
+            cache,
+            {
+                "step": step,
+                "state_dict": {
+                    f"w{n}": torch.randint(0, 250, (size,), generator=generator).to(dtypes[n % 4])
+                    for n, size in enumerate(sizes)
+                },
+            },
+            tmp_path,
+        )
+        for step in range(5)
+    ]
+
+    assert used == [False, True, True, True, True]
+
+
+def test_rows_serve_another_size_of_blocks_too(monkeypatch: Any, tmp_path: Path) -> None:
+    """A file is right however the blocks are cut when it is written."""
+    cache = PlanCache()
+    value = {"state_dict": {f"w{n}": torch.randn(100) for n in range(400)}}
+    is_planned(cache, value, tmp_path)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+
+    assert is_planned(cache, value, tmp_path)
+    assert is_planned(cache, value, tmp_path)
+
+
+def test_texts_of_a_state_are_never_taken_for_marks(tmp_path: Path) -> None:
+    """Values and keys that look like the plan's own marks come out as they are."""
+    cache = PlanCache()
+
+    used = [
+        is_planned(
+            cache,
+            {
+                "text": f'{{"$":{step}}}',
+                "keys": {'{"$":0}': [step, {"$": step}], "$": {"$": 0}},
+                "state_dict": {"w": torch.ones(3) * step},
+                "nested": {"a": {3: torch.ones(2) * step}, "b": [{"$": 1}, [torch.zeros(1)], step]},
+            },
+            tmp_path,
+        )
+        for step in range(4)
+    ]
+
+    assert used == [False, True, True, True]
 
 
 def test_a_state_that_was_prepared_too_early_is_not_written(tmp_path: Path) -> None:
