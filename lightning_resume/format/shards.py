@@ -14,16 +14,20 @@ from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
 from lightning_resume.format.header import Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
+from lightning_resume.format.memory import advise_huge_pages
 from lightning_resume.format.tensors import TORCH_DTYPES
-from lightning_resume.format.threads import for_each, threads_for
+from lightning_resume.format.threads import for_each, readers_for
 
 LARGE_BYTES = 2**20  # smaller tensors are read together
+TOGETHER_BYTES = 4 * 2**20  # of them, at most
+_CPU = torch.device("cpu")  # said each time: the caller may have another default
+HUGE_BYTES = 4 * 2**20  # from here on, large pages are worth asking for
 
 
 def read_groups(
     files: CheckpointFiles, groups: Mapping[str, Mapping[str, FileEntry]], *, verify: bool
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
-    """Reads all shards of some groups, on as many threads as there are cores, up to four.
+    """Reads all shards of some groups, on two threads for a core, up to eight.
 
     Args:
         files: the open checkpoint.
@@ -44,7 +48,7 @@ def read_groups(
         read[name] = read_shard(files, name, entries[name], verify=verify)
 
     largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
-    for_each(largest_first, read_one, threads_for(entry.num_bytes for entry in entries.values()))
+    for_each(largest_first, read_one, readers_for(entry.num_bytes for entry in entries.values()))
     return {group: _merge(files, {name: read[name] for name in shards}) for group, shards in groups.items()}
 
 
@@ -85,14 +89,17 @@ def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: b
 
 def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict[str, torch.Tensor]:
     """All tensors of a file that stands where its data begins."""
-    tensors: dict[str, torch.Tensor] = {}
-    block = torch.empty(0, dtype=torch.uint8, device="cpu")
+    tensors = {entry.name: _empty(entry) for entry in entries}
+    # All of them are there before any is filled: large pages may then reach from one to the next.
+    for entry, tensor in zip(entries, tensors.values(), strict=True):
+        if entry.end - entry.begin >= HUGE_BYTES:
+            advise_huge_pages(tensor.data_ptr(), entry.end - entry.begin)
+    block = torch.empty(0, dtype=torch.uint8, device=_CPU)
     together: list[tuple[torch.Tensor, int]] = []
     begin = 0
-    for entry in entries:
-        tensor = tensors[entry.name] = _empty(entry)
+    for entry, tensor in zip(entries, tensors.values(), strict=True):
         num_bytes = entry.end - entry.begin
-        if together and (num_bytes >= LARGE_BYTES or entry.end - begin > READ_BLOCK_BYTES):
+        if together and (num_bytes >= LARGE_BYTES or entry.end - begin > TOGETHER_BYTES):
             block = _read_together(file, together, block, digest)
             together = []
         if num_bytes >= LARGE_BYTES:
@@ -110,7 +117,7 @@ def _empty(entry: Entry) -> torch.Tensor:
     # With data the file bounds the shape; without, the other sizes can be anything.
     if entry.begin == entry.end and math.prod(max(size, 1) for size in entry.shape) >= 2**62:
         raise ValueError(f"a shape of {entry.name!r} that no tensor can have")
-    return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
+    return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=_CPU)
 
 
 def _read_whole(file: BinaryIO, view: memoryview, digest: Any) -> None:
