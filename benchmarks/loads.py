@@ -1,4 +1,8 @@
-"""The contenders that load a state into tensors that are there, from files that the page cache holds."""
+"""The contenders that load a state into tensors that are there, from files that the page cache holds.
+
+A model and its optimizer take it over as a resume does (`states.resume`), tensors without them by a copy of each; that
+is how `load_file` does it in every case, as its files have no nesting.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,11 @@ class Loads:
     Args:
         state: is saved in each format first, and loaded into.
         folder: for the files.
+        take_over: brings a loaded state to where it is used; by default each tensor is copied.
     """
 
-    def __init__(self, state: State, folder: Path) -> None:
-        self.state, self.folder = state, folder
+    def __init__(self, state: State, folder: Path, take_over: Callable[[State], None] | None = None) -> None:
+        self.state, self.folder, self.take_over = state, folder, take_over or self._copy
         self.live = dict(tensors_of(state))
         torch.save(state, folder / "state.pt")
         save_file({name: tensor.contiguous() for name, tensor in self.live.items()}, folder / "state.safetensors")
@@ -39,7 +44,7 @@ class Loads:
         return [path for path in (self.folder / "ours").iterdir()]
 
     def torch_load(self, folder: Path) -> None:
-        self._copy(torch.load(self.folder / "state.pt", weights_only=True))
+        self.take_over(torch.load(self.folder / "state.pt", weights_only=True))
 
     def load_file(self, folder: Path) -> None:
         self._copy(load_file(self.folder / "state.safetensors"))
@@ -54,16 +59,16 @@ class Loads:
             list(pool.map(lambda path: self._read(hashlib.sha256(), [path]), longest_first))
 
     def ours(self, folder: Path) -> None:
-        self._copy(read_checkpoint(self.folder / "ours"))
+        self.take_over(read_checkpoint(self.folder / "ours"))
 
     def contenders(self) -> dict[str, Callable[[Path], None]]:
         """By name, in the order of their turns."""
         return {
             "raw read": self.raw_read,
             "sha256 pass on 2 threads": self.sha256_pass,
-            "torch.load + copy": self.torch_load,
-            "load_file + copy": self.load_file,
-            "ours, verified + copy": self.ours,
+            "torch.load, into live tensors": self.torch_load,
+            "load_file, into live tensors": self.load_file,
+            "ours, verified, into live tensors": self.ours,
         }
 
     def cold(self) -> dict[str, Callable[[Path], None]]:

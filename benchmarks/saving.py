@@ -11,6 +11,7 @@ the disk, hashing waits for a core. `--json` and `--picture` write the figures t
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -30,8 +31,9 @@ import torch
 from benchmarks.loads import Loads
 from benchmarks.machine import PeakMemory, facts
 from benchmarks.saves import Raw, Saves, take_turns
-from benchmarks.states import adapted_state, big_state, bytes_of, small_state
+from benchmarks.states import State, adapted_state, big_state, bytes_of, resume, small_state, state_of, trained
 from benchmarks.steps import timeline
+from lightning_resume.format.checkpoint import read_checkpoint
 from lightning_resume.format.prepared import prepare_checkpoint
 
 OTHERS = ("torch.save + fsync", "save_file + fsync + sha256", "Lightning", "Lightning async")
@@ -47,28 +49,39 @@ def run(options: Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="lightning_resume-", dir=options.folder))
     report: dict[str, Any] = {"machine": facts(folder), "quick": options.quick, "rounds": rounds}
     try:
-        for name, state in (
-            ("big", lambda: big_state(**sizes)),
-            ("small", lambda: small_state(500 if options.quick else 20_000)),
-        ):
-            report[name] = measure_state(state(), folder, rounds, 0.2 if options.quick else 3.0, name == "big")
+        rest_seconds = 0.2 if options.quick else 3.0
+        live = trained(**sizes)
+        take_over = functools.partial(resume, *live)
+        report["big"] = measure_state(state_of(*live), folder, rounds, rest_seconds, take_over)
+        del live, take_over
+        report["small"] = measure_state(small_state(500 if options.quick else 20_000), folder, rounds, rest_seconds)
         report["adapters"] = measure_adapters(folder, rounds, **sizes)
         layers = (1, 2) if options.quick else (1, 11, 46)
         report["scale"] = [measure_scale(sizes["width"], number, folder) for number in layers]
         report["planning_seconds_100k"] = seconds_to_plan(1000 if options.quick else 100_000)
         measured = OURS if options.quick else (*OTHERS, *OURS)
         report["memory"] = {name: peak_memory(name, sizes, folder) for name in measured}
+        report["memory"]["a load"] = float(_in_new_process(_peak_of_load, sizes, str(folder)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
-def measure_state(state: Any, folder: Path, rounds: int, rest_seconds: float, has_timeline: bool) -> dict[str, Any]:
-    """One state: saved and loaded by all contenders."""
+def measure_state(
+    state: State,
+    folder: Path,
+    rounds: int,
+    rest_seconds: float,
+    take_over: Callable[[State], None] | None = None,
+) -> dict[str, Any]:
+    """One state: saved and loaded by all contenders.
+
+    With `take_over` it is that of a model, which is trained while it is saved, and takes over what is loaded.
+    """
     raw, saves = Raw(bytes_of(state)), Saves(state)
     result: dict[str, Any] = {"num_bytes": bytes_of(state), "save": take_turns(saves.contenders(raw), folder, rounds)}
     del raw
-    if has_timeline:
+    if take_over is not None:
         place = folder / "timeline"
         place.mkdir()
         result["timeline"] = timeline(saves, place, 3, rest_seconds)
@@ -77,7 +90,7 @@ def measure_state(state: Any, folder: Path, rounds: int, rest_seconds: float, ha
     gc.collect()
     place = folder / "loads"
     place.mkdir()
-    loads = Loads(state, place)
+    loads = Loads(state, place, take_over)
     result["load"] = take_turns(loads.contenders(), folder, rounds)
     result["load"] |= take_turns(loads.cold(), folder, rounds)
     result["weights_read_ratio"] = loads.weights_read_ratio()
@@ -174,6 +187,20 @@ def _peak(connection: Any, name: str, sizes: dict[str, int], folder: str) -> Non
         with PeakMemory() as peak:
             contender(Path(second))
     connection.send(peak.num_bytes / bytes_of(state))
+
+
+def _peak_of_load(connection: Any, sizes: dict[str, int], folder: str) -> None:
+    """Memory of a verified load into a model and its optimizer, on top of them."""
+    live = trained(**sizes)
+    num_bytes = bytes_of(state_of(*live))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        for name, state in (("small", small_state(10)), ("big", state_of(*live))):
+            prepare_checkpoint(Path(place) / name, state).commit()
+        del state
+        read_checkpoint(Path(place) / "small")  # what is loaded on first use is no matter
+        with PeakMemory() as peak:
+            resume(*live, read_checkpoint(Path(place) / "big"))
+    connection.send(peak.num_bytes / num_bytes)
 
 
 def write(report: dict[str, Any], path: Path) -> None:

@@ -26,8 +26,8 @@ def transformer(width: int, num_layers: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(16 * width // 10, width), *(Block(width) for _ in range(num_layers)))
 
 
-def big_state(width: int = 768, num_layers: int = 11) -> State:
-    """Weights and both moments; by default 1 GB of float32 in some 400 tensors."""
+def trained(width: int = 768, num_layers: int = 11) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A transformer and its AdamW after one step; by default 1 GB of float32 in some 400 tensors, moments included."""
     torch.manual_seed(0)
     model = transformer(width, num_layers)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -35,12 +35,31 @@ def big_state(width: int = 768, num_layers: int = 11) -> State:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer.step()
     optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Weights and both moments, as Lightning saves them."""
     return {
         "epoch": 0,
         "global_step": 1,
         "state_dict": model.state_dict(),
         "optimizer_states": [optimizer.state_dict()],
     }
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: State) -> None:
+    """Does what Lightning does with a loaded state: weights are copied, moments of the same kind are taken as they are.
+
+    So the loaded moments live on, and those of before are freed.
+    """
+    model.load_state_dict(loaded["state_dict"])
+    optimizer.load_state_dict(loaded["optimizer_states"][0])
+
+
+def big_state(width: int = 768, num_layers: int = 11) -> State:
+    """Weights and both moments; by default 1 GB of float32 in some 400 tensors."""
+    return state_of(*trained(width, num_layers))
 
 
 def small_state(num_tensors: int = 20_000) -> State:

@@ -53,6 +53,8 @@ _NAMES: dict[str, Any] = {
     if type(value) in (torch.dtype, torch.layout, torch.memory_format)
 }
 
+_PLAIN_FIELDS = 3  # of a node: its tag, the group of files, the name in one of them
+
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),
@@ -183,6 +185,8 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _decode_tensor(node: dict[str, Any], walk: DecodeWalk) -> torch.Tensor:
+    if len(node) == _PLAIN_FIELDS:  # nothing but the reference
+        return walk.tensor(node)
     reference, raw = walk.data(node)
     if reference not in walk.shared:
         walk.shared[reference] = _lay_out(node, raw)

@@ -126,7 +126,7 @@ class DecodeWalk:
         kind = type(node)
         if kind is dict:
             if TAG not in node:
-                return {key: self.child(key, value) for key, value in node.items()}
+                return self._items(node)
             tag = node[TAG]
             if type(tag) is not str or tag not in self._decoders:
                 shown = repr(tag[:40]) if type(tag) is str else f"of type {type(tag).__name__}"
@@ -135,6 +135,19 @@ class DecodeWalk:
         if kind is list:
             return [self.child(number, item) for number, item in enumerate(node)]
         return node
+
+    def _items(self, nodes: dict[str, Any]) -> dict[str, Any]:
+        # What `child` does, without the call: most of a state's tensors are found here.
+        path, values = self.path, {}
+        for key, node in nodes.items():
+            path.append(key)
+            values[key] = self.decode(node)
+            path.pop()
+        return values
+
+    def tensor(self, node: dict[str, Any]) -> torch.Tensor:
+        """The tensor that holds a node's data: one object for all nodes that refer to it."""
+        return self._load(node[GROUP])[node[NAME]]
 
     def data(self, node: dict[str, Any]) -> tuple[Reference, torch.Tensor]:
         """Where a node's data is, and the tensor that holds it."""
