@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,24 @@ class Raw:
     def copy(self, folder: Path) -> None:
         """One memcpy on one thread."""
         np.copyto(self._to, self._from)
+
+    def copy_beside(self, folder: Path) -> None:
+        """The same on two threads, half each."""
+        half = len(self._to) // 2
+        halves = (slice(None, half), slice(half, None))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda part: np.copyto(self._to[part], self._from[part]), halves))
+
+    def hash(self, folder: Path) -> None:
+        """sha256 of memory on one thread."""
+        hashlib.sha256(self._maps[0]).digest()
+
+    def hash_beside(self, folder: Path) -> None:
+        """The same on two threads, half each."""
+        half = len(self._maps[0]) // 2
+        view = memoryview(self._maps[0])
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda part: hashlib.sha256(part).digest(), (view[:half], view[half:])))
 
     def write_direct(self, folder: Path) -> None:
         """One file past the page cache, where the file system has that, and fdatasync."""
@@ -111,7 +130,7 @@ class Saves:
         if not self.frozen:  # as if it had been trained meanwhile: nothing is to be linked
             self.image.kept.clear()
         checkpoint = prepare_checkpoint(path, self.state, frozen=self.frozen, plans=self.plans)
-        checkpoint.copy_into(self.image)
+        checkpoint.copy_into(self.image, compare_later=True)
         return checkpoint
 
     def ours_in_background(self, folder: Path, num_threads: int) -> dict[str, float]:
@@ -125,6 +144,9 @@ class Saves:
         """By name, in the order of their turns."""
         return {
             "memcpy": raw.copy,
+            "memcpy, 2 threads": raw.copy_beside,
+            "sha256": raw.hash,
+            "sha256, 2 threads": raw.hash_beside,
             "raw O_DIRECT + fdatasync": raw.write_direct,
             "buffered write + fsync": raw.write_buffered,
             "torch.save + fsync": self.torch_save,

@@ -102,6 +102,19 @@ def copy_files(
     return is_equal
 
 
+def pieces_of(parts: Sequence[Part], memory: torch.Tensor) -> tuple[list[Piece], object]:
+    """What would be copied to where, but for what torch has to copy; and what keeps the addresses valid.
+
+    Raises:
+        UnsupportedStateError: a value changed its size since it was planned.
+    """
+    layout = _Layout(parts, memory)
+    pieces = [*layout.small, *layout.large]
+    for run, to in layout.runs:
+        pieces += run.pieces(to)
+    return pieces, layout
+
+
 def _move(pieces: Iterable[Piece], move: Callable[[int, int, int], object]) -> None:
     deque(starmap(move, pieces), maxlen=0)  # a loop in python takes half as long again
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning_resume.format.accelerator import pin
+from lightning_resume.format.claims import Marks
 from lightning_resume.format.links import KeptFile
 from lightning_resume.format.output import ALIGNMENT
 
@@ -28,12 +29,14 @@ class Image:
     Attributes:
         version: how many times it was divided.
         kept: name → the file of a committed checkpoint that has the bytes which lie in the image under that name.
+        marks: name → what the tensors of a frozen file showed when its bytes were last copied or compared.
     """
 
     def __init__(self) -> None:
         """Has no memory yet."""
         self.version = 0
         self.kept: dict[str, KeptFile] = {}
+        self.marks: dict[str, Marks | None] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._unpin: weakref.finalize[[], Image] | None = None

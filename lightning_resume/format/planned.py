@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightning_resume.format.blobs import Blob
 from lightning_resume.format.blocks import Block, Buffer, gathered_blocks, image_blocks
+from lightning_resume.format.claims import Claim
 from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.header import DTYPE_BYTES, build_header
 from lightning_resume.format.index import FileEntry
@@ -32,6 +33,7 @@ class PlannedFile:
         num_bytes: its size.
         is_frozen: whether its contents are expected not to change from save to save.
         image: all of its bytes, once they were copied; from then on `parts` is not looked at.
+        claim: that they were there before, where that is still to be seen.
     """
 
     name: str
@@ -39,6 +41,7 @@ class PlannedFile:
     num_bytes: int
     is_frozen: bool = False
     image: memoryview | None = None
+    claim: Claim | None = None
 
     @classmethod
     def of(cls, name: str, parts: list[Part], *, is_frozen: bool = False) -> PlannedFile:

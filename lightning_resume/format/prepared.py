@@ -16,6 +16,7 @@ import torch
 
 from lightning_resume.errors import CheckpointWriteError, ResumeError, UnsupportedSetupError
 from lightning_resume.format.accelerator import beside_training, cuda_devices, finish_training
+from lightning_resume.format.claims import Claim, Marks, StaleCopyError, claim_unchanged, marks_of
 from lightning_resume.format.collector import paused_collection
 from lightning_resume.format.durable import commit_directory, require_replaceable, write_file
 from lightning_resume.format.encoding import Layout, encode_files
@@ -61,7 +62,7 @@ class PreparedCheckpoint:
         self.num_bytes = sum(file.num_bytes for file in files)
         self.image_bytes = sum(whole_pages(file.num_bytes) for file in files)
 
-    def copy_into(self, image: Image) -> None:
+    def copy_into(self, image: Image, *, compare_later: bool = False) -> None:
         """Copies all data into the image, from which it will be written; whatever was in there is overwritten.
 
         A file whose bytes are found in the image already, where the save before had left them, will be linked from
@@ -69,6 +70,8 @@ class PreparedCheckpoint:
 
         Args:
             image: not used by a save that is not committed yet.
+            compare_later: frozen files that were probably not written to are compared by `commit`; until it returns
+                their tensors must not be resized. See `claims`.
 
         Raises:
             UnsupportedStateError: a value changed its size since it was prepared.
@@ -78,19 +81,35 @@ class PreparedCheckpoint:
         with paused_collection():
             places = image.divide({file.name: file.num_bytes for file in self._files})
             kept, image.kept = image.kept, {}  # void, should the copying fail
-            contents = [(file.parts, places[file.name]) for file in self._files]
-            compare = {number for number, file in enumerate(self._files) if file.name in kept}
+            claimed = self._claim(kept, places, image.marks) if compare_later else {}
+            files = [file for file in self._files if file.name not in claimed]
+            contents = [(file.parts, places[file.name]) for file in files]
+            compare = {number for number, file in enumerate(files) if file.name in kept}
             devices = self._devices()
             if devices:
                 image.pin()
             with beside_training(devices):
                 is_equal = copy_files(contents, compare=compare, non_blocking=bool(devices))
-            image.kept = {file.name: kept[file.name] for file, same in zip(self._files, is_equal, strict=True) if same}
+            known = [file.name for file, is_same in zip(files, is_equal, strict=True) if is_same]
+            image.kept = {name: kept[name] for name in [*known, *claimed]}
+            image.marks = {file.name: marks_of(file.parts) for file in self._files if file.is_frozen}
             for file in self._files:
+                file.claim = claimed.get(file.name)
                 file.image, file.parts = places[file.name].numpy().data, []
         self._image, self._image_version = image, image.version
         if self._plans is not None:
             self._plans.release()
+
+    def _claim(
+        self, kept: Mapping[str, KeptFile], places: Mapping[str, torch.Tensor], marks: Mapping[str, Marks | None]
+    ) -> dict[str, Claim]:
+        """The frozen files that are taken for unchanged."""
+        claims = {
+            file.name: claim_unchanged(file.parts, places[file.name], marks.get(file.name))
+            for file in self._files
+            if file.is_frozen and file.name in kept
+        }
+        return {name: claim for name, claim in claims.items() if claim is not None}
 
     def _devices(self) -> set[torch.device]:
         return cuda_devices(part for file in self._files for part in file.parts)
@@ -117,6 +136,7 @@ class PreparedCheckpoint:
 
         Raises:
             CheckpointExistsError, CheckpointWriteError, UnsupportedStateError: as `write_checkpoint` says.
+            StaleCopyError: what was to be compared later has changed; nothing is left, and the next copy will see it.
         """
         self._require_own_state()
         finish_training(self._devices())
@@ -136,12 +156,15 @@ class PreparedCheckpoint:
         return index
 
     def _fill(
-        self, num_threads: int, known: Mapping[str, KeptFile], written: dict[str, KeptFile], directory: Path
+        self, num_threads: int, known: dict[str, KeptFile], written: dict[str, KeptFile], directory: Path
     ) -> CheckpointIndex:
         linked: dict[str, FileEntry] = {}
 
         def link(file: PlannedFile) -> None:
             before = known[file.name]
+            if file.claim is not None and not file.claim.holds():
+                del known[file.name]
+                raise StaleCopyError(f"frozen weights in {file.name!r} changed while {self.path.name} was saved")
             if file.has_contents(before.entry) and link_file(before, directory / file.name):
                 linked[file.name] = before.entry
 

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_resume.catalog import step_dirname
 from lightning_resume.errors import BackgroundSaveError, CheckpointExistsError, ResumeError, UnsupportedStateError
+from lightning_resume.format.claims import StaleCopyError
 from lightning_resume.format.image import Image
 from lightning_resume.format.links import KeptFile
 from lightning_resume.format.plans import PlanCache
@@ -59,6 +60,7 @@ class Saver:
         self._has_memory = False
         self._told_of_notice = False
         self._stall_seconds = 0.0  # of the save in flight
+        self._is_owed = False  # the last one was given up, and is to be made again at once
         self._has_saved = False  # with what the first optimizer step adds to the state
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class Saver:
 
     def may_be_due(self, trainer: Trainer) -> bool:
         """Whether `due` has anything to decide: asked at every cut, where a save is possible and where it is not."""
-        if trainer.world_size > 1 or self._has_tiers:
+        if trainer.world_size > 1 or self._has_tiers or self._is_owed:
             return True
         num_steps = trainer.global_step - self._due_from[0]
         return self._cadence.is_due(num_steps, time.monotonic() - self._due_from[1])
@@ -104,7 +106,7 @@ class Saver:
             if not is_due:
                 self._due_from = step, time.monotonic()
         is_archived = is_crossed(self._settings.archive_every_n_train_steps, self._seen_step, step)
-        if is_due or is_archived:
+        if is_due or is_archived or self._is_owed:
             return "full"
         return (
             "weights"
@@ -173,6 +175,7 @@ class Saver:
             self._fail(path, failure, must_succeed=must_succeed)
             return
         if kind == "full":
+            self._is_owed = False
             self._has_saved |= trainer.global_step > 0
             self._saved_step = trainer.global_step
         seconds = time.monotonic() - begun
@@ -214,6 +217,10 @@ class Saver:
             self._compare_with_notice(trainer, self._stall_seconds + (outcome.seconds if outcome else 0.0))
             return
         self._saved_step = -1  # the end of training tries again
+        if isinstance(error, StaleCopyError):
+            self._is_owed = True
+            rank_zero_info(f"{error}: saving at the next step instead.")
+            return
         if not isinstance(error, ResumeError | OSError):
             raise BackgroundSaveError(path, f"{type(error).__name__}: {error}") from error
         self._fail(path, error)
@@ -257,7 +264,7 @@ class Saver:
             if os.path.lexists(path) and not os.path.isdir(path):
                 raise CheckpointExistsError(path)
             prepared = io.prepare(checkpoint, path, frozen_names(trainer.lightning_module), self._plans)
-            if in_background and self._is_copied(prepared):
+            if in_background and self._is_copied(prepared, may_trust=trainer.world_size == 1):
                 self._writer.submit(path, self._job(prepared, check, io.run_id, num_threads=1))
             else:
                 self._job(prepared, check, io.run_id)()
@@ -286,9 +293,9 @@ class Saver:
     def _retention(self, folder: str) -> Retention:
         return Retention(folder, self._settings.keep_last_k, self._settings.archive_every_n_train_steps)
 
-    def _is_copied(self, prepared: PreparedCheckpoint) -> bool:
+    def _is_copied(self, prepared: PreparedCheckpoint, may_trust: bool) -> bool:
         try:
-            prepared.copy_into(self._image)
+            prepared.copy_into(self._image, compare_later=may_trust)
         except MemoryError as error:
             warnings.warn(f"the save {str(prepared.path)!r} is made at once: no {error}", stacklevel=2)
             return False

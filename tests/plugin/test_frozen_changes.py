@@ -1,0 +1,72 @@
+"""Frozen weights that change in training, whatever changes them: every checkpoint has them as they were at its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from held_writer import HeldWriter
+from inprocess import loader, make_trainer, plugin
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from test_claims import HIDDEN_CHANGES
+from torch import Tensor, nn
+from toy import digest, saved_steps, step_dir
+
+from lightning_resume import read_checkpoint
+
+
+class Adapted(LightningModule):
+    """A frozen weight of 12 MiB, and a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.ones(3 * 2**20), requires_grad=False)
+        self.adapter = nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = (self.adapter(batch) + self.base[:1]).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.adapter.parameters(), lr=1e-2)
+
+
+class ChangeAndNote(Callback):
+    """Changes the frozen weight after a step, and notes what all weights are after each."""
+
+    def __init__(self, change: Callable[[nn.Parameter], None], after_step: int) -> None:
+        self.change, self.after_step = change, after_step
+        self.digests: dict[int, str] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.digests[0] = digest(pl_module.state_dict())
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == self.after_step:
+            self.change(pl_module.base)
+        self.digests[trainer.global_step] = digest(pl_module.state_dict())
+
+
+@pytest.mark.parametrize("num_batches_late", [0, 1])
+@pytest.mark.parametrize("change", HIDDEN_CHANGES)
+def test_a_frozen_weight_that_changes_is_saved_as_it_was_at_each_step(
+    change: Callable[[nn.Parameter], None], num_batches_late: int, tmp_path: Path
+) -> None:
+    """Found at once or too late for that save: then it is made again at the next step."""
+    note = ChangeAndNote(change, after_step=6)
+    callbacks = [HeldWriter(num_batches=num_batches_late)] if num_batches_late else []
+    trainer = make_trainer(tmp_path, *callbacks, note, plugin(tmp_path / "ck"))
+
+    trainer.fit(Adapted(), loader())
+
+    steps = saved_steps(tmp_path / "ck")
+    saved = {step: digest(read_checkpoint(step_dir(tmp_path / "ck", step))["state_dict"]) for step in steps}
+    assert len(set(note.digests.values())) == 17
+    assert saved == {step: note.digests[step] for step in saved}
+    given_up = set(range(17)) - set(steps)
+    assert given_up
+    assert given_up <= {5, 6}
