@@ -11,13 +11,10 @@ the state may be resized or given other memory.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
-
-import torch
 
 from lightning_resume.errors import UnsupportedStateError
 from lightning_resume.format import blocks
@@ -25,18 +22,15 @@ from lightning_resume.format.blobs import Blob, BlobStore
 from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.planned import PlannedFile
 from lightning_resume.format.runs import MAX_TENSORS, DifferentError, Row
-from lightning_resume.format.skeleton import GROUP, MAX_STATE_BYTES, NAME, TAG, state_to_bytes
-from lightning_resume.format.strict_json import dump_json
+from lightning_resume.format.skeleton import MAX_STATE_BYTES, state_to_bytes
+from lightning_resume.format.structure import Container, Leaf
 from lightning_resume.format.tensors import bytes_in_place
-from lightning_resume.format.tree import EncodeWalk, FindEncoder
+from lightning_resume.format.tree import FindEncoder
 
 MIN_TENSORS = 500  # fewer are encoded in 2 ms
 MAX_MISSES = 3  # one behind the other: a state that is never the same costs no more than these
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_CONTAINERS = (dict, OrderedDict, list, tuple)
 _MARK = re.compile(rb'\{"\$":([0-9]+)\}')  # no tag is a number, and the quotes of a text are escaped
-_CONSTANT = (int, str, bool)  # they do not change in place, and do not differ where they are equal, as 0.0 and -0.0 do
 
 
 class PlanCache:
@@ -98,43 +92,6 @@ class PlanCache:
             self._plan.empty()
 
 
-@dataclass(eq=False, slots=True)
-class _Leaf:
-    """A value that is no container and no tensor: its node's place, its data if it has any, what it was last time."""
-
-    holder: Any
-    index: Any
-    blob: Blob | None
-    last: object = None
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether its node is the same for every state that fits."""
-        return self.blob is not None
-
-    def fill(self, value: Any, find_encoder: FindEncoder) -> None:
-        """Encodes the value's successor; with data it has to differ in nothing but that."""
-        if type(value) in _TENSORS or (type(value) in _CONTAINERS and self.blob is None):
-            raise DifferentError
-        store = BlobStore()
-        node = EncodeWalk(find_encoder, store).encode(value)
-        blobs = [blob for group in store.groups.values() for blob in group]
-        if self.blob is None:
-            if blobs:
-                raise DifferentError
-            self.holder[self.index] = node
-            self.last = value if type(value) in _CONSTANT else None
-            return
-        if len(blobs) != 1 or blobs[0].nodes[0] is not node:
-            raise DifferentError
-        before, now = self.blob, blobs[0]
-        node[GROUP], node[NAME] = before.group, before.name
-        is_same = (now.dtype, now.shape, now.source) == (before.dtype, before.shape, before.source)
-        if not is_same or node != self.holder[self.index]:
-            raise DifferentError
-        before.owner = now.owner
-
-
 class _Plan:
     """Structure, skeleton and files of a state.
 
@@ -161,7 +118,7 @@ class _Plan:
         self._tensors: list[Blob] = []
         self._others: list[Blob] = []
         self._by_node = blobs
-        self._top = _Container(dict(state), nodes, self)
+        self._top = Container(dict(state), nodes, self)
         if len(self._tensors) + len(self._others) != len(blobs):
             raise DifferentError
         self._by_node = {}
@@ -193,7 +150,7 @@ class _Plan:
             DifferentError: it is not built the same.
         """
         tensors: list[Any] = []
-        leaves: list[tuple[_Leaf, Any]] = []
+        leaves: list[tuple[Leaf, Any]] = []
         self._top.visit(dict(state), tensors, leaves)
         places: set[int] = set()
         files = []
@@ -266,101 +223,3 @@ def _getter(positions: list[int]) -> Callable[[list[Any]], Any]:
     if positions == list(range(positions[0], positions[-1] + 1)):
         return itemgetter(slice(positions[0], positions[-1] + 1))
     return itemgetter(*positions)
-
-
-class _Container:
-    """A dict, list or tuple of the state: its type, its keys, and what is in it.
-
-    Args:
-        value: the container.
-        node: what it was encoded to.
-        plan: takes note of its tensors.
-    """
-
-    def __init__(self, value: Any, node: Any, plan: _Plan) -> None:
-        self.kind = type(value)
-        self.keys = list(value) if isinstance(value, dict) else None
-        if self.keys is not None and not {type(key) for key in self.keys} <= {str, int}:
-            raise DifferentError
-        self.key_kinds = list(map(type, self.keys)) if self.keys is not None else None
-        items, holder = _items(value), node
-        if _is_tagged(node):
-            holder = node.get("v")
-        if type(holder) not in (dict, list) or len(holder) != len(items):
-            raise DifferentError
-        self.children: list[_Container | _Leaf | None] = []
-        self._places: list[tuple[Any, Any]] = []
-        for index, item in zip(holder if type(holder) is dict else range(len(items)), items, strict=True):
-            place, at = (holder, index) if self.keys is None or type(holder) is dict else (holder[index], 1)
-            self.children.append(_child(item, place, at, plan))
-            self._places.append((place, at))
-        self.has_tensors_only = not any(self.children)
-        self.attributes = (
-            _Container(vars(value), node.get("attributes", {}), plan) if self.kind is OrderedDict else None
-        )
-        self._has_constant_items: bool = all(child is None or child.is_constant for child in self.children)
-        self.is_constant: bool = self._has_constant_items and (self.attributes is None or self.attributes.is_constant)
-
-    def __bool__(self) -> bool:
-        """True, as of a leaf: `children` is searched for what is no tensor."""
-        return True
-
-    def shorten(self, texts: list[bytes]) -> None:
-        """Puts marks for the nodes of what is in it, where they are the same for every state; appends their texts."""
-        for child, (holder, index) in zip(self.children, self._places, strict=True):
-            if isinstance(child, _Container):
-                holder[index] = child.short(holder[index], texts)
-
-    def short(self, node: Any, texts: list[bytes]) -> Any:
-        """Its node with marks in it, or a mark for all of it."""
-        if self.attributes is not None:
-            self.attributes.shorten(texts)
-        if not self._has_constant_items:
-            self.shorten(texts)
-            return node
-        texts.append(dump_json(node["v"] if _is_tagged(node) else node))
-        mark = {TAG: len(texts) - 1}
-        return {**node, "v": mark} if _is_tagged(node) else mark
-
-    def visit(self, value: Any, tensors: list[Any], leaves: list[tuple[_Leaf, Any]]) -> None:
-        """Collects the tensors, and the leaves that changed, of the container's successor."""
-        if type(value) is not self.kind or len(value) != len(self.children):
-            raise DifferentError
-        if self.keys is not None and (list(value) != self.keys or list(map(type, value)) != self.key_kinds):
-            raise DifferentError
-        if self.has_tensors_only:
-            tensors.extend(_items(value))
-        else:
-            for child, item in zip(self.children, _items(value), strict=True):
-                if child is None:
-                    tensors.append(item)
-                elif isinstance(child, _Container):
-                    child.visit(item, tensors, leaves)
-                elif isinstance(child, _Leaf) and (item is None or not _is_same(child.last, item)):
-                    leaves.append((child, item))
-        if self.attributes is not None:
-            self.attributes.visit(vars(value), tensors, leaves)
-
-
-def _child(item: Any, holder: Any, index: Any, plan: _Plan) -> _Container | _Leaf | None:
-    """What stands for an item of a container; None for a tensor."""
-    if type(item) in _TENSORS:
-        plan.add_tensor(holder[index])
-        return None
-    blob = plan.add_data(holder[index])
-    if type(item) in _CONTAINERS and blob is None:
-        return _Container(item, holder[index], plan)
-    return _Leaf(holder, index, blob)
-
-
-def _is_tagged(node: Any) -> bool:
-    return type(node) is dict and TAG in node
-
-
-def _items(value: Any) -> Any:
-    return list(value.values()) if isinstance(value, dict) else value
-
-
-def _is_same(last: object, item: object) -> bool:
-    """Whether a leaf's node still stands for it."""
-    return type(last) is type(item) and type(item) in _CONSTANT and last == item

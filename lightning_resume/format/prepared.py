@@ -204,6 +204,7 @@ def prepare_checkpoint(
     which need not be written again. Whether they changed is found by their contents: a wrong name costs time only.
     `plans` is for a caller who saves again and again: with very many tensors, the next state is prepared in a fifth of
     the time. A checkpoint that was prepared with it has to be copied or written before the next one is prepared.
+    Until then nothing of the state may be resized or given other memory: where it is seen, the save is refused.
     """
     target = _target(path)
     if kind not in KINDS:

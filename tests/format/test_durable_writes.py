@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -440,18 +441,46 @@ def test_a_file_system_without_unbuffered_writing_is_no_obstacle(
     assert False in writes
 
 
-def test_without_room_for_threads_a_save_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
-    """At the end of the interpreter, or of a process's limit, none can be started."""
+@pytest.mark.parametrize("room", range(5))
+def test_without_room_for_threads_a_save_goes_on(room: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """At the end of the interpreter, or of a process's limit, none or not all of them can be started."""
+    real, num_started = threading.Thread.start, 0
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def start(thread: threading.Thread) -> None:
+        nonlocal num_started
+        num_started += 1
+        if num_started > room:
+            raise RuntimeError("can't start new thread")
+        real(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", start)
     value = {"state_dict": {str(n): torch.full((2**20,), float(n)) for n in range(6)}}
 
     write_checkpoint(tmp_path / "c", value, max_shard_bytes=2**23)
 
     assert torch.equal(read_checkpoint(tmp_path / "c")["state_dict"]["5"], torch.full((2**20,), 5.0))
+
+
+@pytest.mark.parametrize("block", [0, 1, 5])
+def test_a_failure_while_hashing_ends_the_save_and_its_threads(block: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """The threads before and behind it do not wait for each other for ever."""
+    before, num_hashed = set(threading.enumerate()), 0
+
+    class Digest:
+        def update(self, data: memoryview) -> None:
+            nonlocal num_hashed
+            num_hashed += 1
+            if num_hashed > block:
+                raise MemoryError("no memory for a digest")
+
+    monkeypatch.setattr(lanes, "hashlib", types.SimpleNamespace(sha256=Digest))
+    checkpoint = prepare_checkpoint(tmp_path / "c", {"state_dict": {"a": torch.ones(2**24)}})
+
+    with pytest.raises(MemoryError, match="no memory for a digest"):
+        checkpoint.commit(1)
+
+    assert set(threading.enumerate()) <= before
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_file_system_that_cannot_fsync_directories_is_no_obstacle(tmp_path: Path) -> None:
