@@ -16,13 +16,11 @@ from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
 from lightning_resume.format.header import DTYPE_BYTES, Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
-from lightning_resume.format.memory import advise_huge_pages
 from lightning_resume.format.tensors import TORCH_DTYPES
-from lightning_resume.format.threads import beside, for_each, readers_for
+from lightning_resume.format.threads import beside, for_each, threads_for
 
 LARGE_BYTES = 2**20  # smaller tensors are read together
 TOGETHER_BYTES = 4 * 2**20  # of them, at most
-HUGE_BYTES = 4 * 2**20  # from here on, large pages are worth asking for
 _CPU = torch.device("cpu")  # said each time: the caller may have another default
 _copy_of_parts: Any = torch.split_with_sizes_copy  # its annotation says that it returns nothing
 
@@ -30,7 +28,7 @@ _copy_of_parts: Any = torch.split_with_sizes_copy  # its annotation says that it
 def read_groups(
     files: CheckpointFiles, groups: Mapping[str, Mapping[str, FileEntry]], *, verify: bool
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
-    """Reads all shards of some groups, on two threads for a core, up to eight.
+    """Reads all shards of some groups, on as many threads as there are cores, up to four.
 
     Args:
         files: the open checkpoint.
@@ -51,7 +49,7 @@ def read_groups(
         read[name] = read_shard(files, name, entries[name], verify=verify)
 
     largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
-    for_each(largest_first, read_one, readers_for(entry.num_bytes for entry in entries.values()))
+    for_each(largest_first, read_one, threads_for(entry.num_bytes for entry in entries.values()))
     return {group: _merge(files, {name: read[name] for name in shards}) for group, shards in groups.items()}
 
 
@@ -92,21 +90,18 @@ def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: b
 
 def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict[str, torch.Tensor]:
     """All tensors of a file that stands where its data begins."""
-    # The large ones are there before any is filled: large pages may then reach from one to the next.
-    tensors = {entry.name: _empty(entry) for entry in entries if entry.end - entry.begin >= LARGE_BYTES}
-    for tensor in tensors.values():
-        if tensor.nbytes >= HUGE_BYTES:
-            advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    tensors: dict[str, torch.Tensor] = {}
     block = torch.empty(0, dtype=torch.uint8, device=_CPU)
     together: list[Entry] = []
     begin = 0
     for entry in entries:
-        is_large = entry.name in tensors
+        is_large = entry.end - entry.begin >= LARGE_BYTES
         if together and (is_large or entry.end - begin > TOGETHER_BYTES):
             block = _read_together(file, together, block, digest, tensors)
             together = []
         if is_large:
-            _read_whole(file, tensors[entry.name].reshape(-1).view(torch.uint8).numpy().data, digest)
+            tensor = tensors[entry.name] = _empty(entry)
+            _read_whole(file, tensor.reshape(-1).view(torch.uint8).numpy().data, digest)
         else:
             if not together:
                 begin = entry.begin

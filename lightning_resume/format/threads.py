@@ -11,25 +11,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MAX_THREADS = 4
-MAX_READERS = 8
 SMALL_BYTES = 4 * 2**20  # less than this, in all, is done before another thread has begun
 
 
 def default_threads() -> int:
     """As many as there are cores that this process may use, up to `MAX_THREADS`."""
-    return min(MAX_THREADS, _num_cores())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, cores)
 
 
-def readers_for(sizes: Iterable[int]) -> int:
-    """How many threads are to read and hash files of these sizes in bytes, each thread one file at a time.
-
-    Two for a core, up to `MAX_READERS`: while one waits for the disk, the other one hashes.
-    """
-    return min(MAX_READERS, 2 * _num_cores()) if sum(sizes) >= SMALL_BYTES else 1
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads_for(sizes: Iterable[int]) -> int:
+    """How many threads files of these sizes in bytes are worth."""
+    return default_threads() if sum(sizes) >= SMALL_BYTES else 1
 
 
 def beside(threads: Sequence[threading.Thread], action: Callable[[bool], None]) -> None:

@@ -20,7 +20,7 @@ from lightning_resume.format.index import (
 )
 from lightning_resume.format.skeleton import MAX_STATE_BYTES, references, state_from_bytes
 from lightning_resume.format.strict_json import parse_json, require_few_parts
-from lightning_resume.format.threads import for_each, readers_for
+from lightning_resume.format.threads import for_each, threads_for
 
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
 MAX_WEIGHT_MAP_BYTES = 256 * 2**20
@@ -48,7 +48,7 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
 def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     """Reads every byte of a checkpoint and compares it with the digests; changes nothing, loads nothing.
 
-    Memory: some MB, whatever the size; two threads for a core, up to eight. Any thread or rank may call it.
+    Memory: some MB, whatever the size; as many threads as cores, up to four. Any thread or rank may call it.
 
     Args:
         path: the checkpoint directory.
@@ -66,7 +66,7 @@ def verify_files(files: CheckpointFiles) -> CheckpointIndex:
     """The index of an open checkpoint all of whose bytes are right; raises as `verify_checkpoint` does."""
     index = load_index(files)
     largest_first = sorted(index.files.items(), key=lambda item: -item[1].num_bytes)
-    num_threads = readers_for(entry.num_bytes for entry in index.files.values())
+    num_threads = threads_for(entry.num_bytes for entry in index.files.values())
     for_each(largest_first, lambda item: files.require_digest(*item, _digest(files, item[0])), num_threads)
     require_sound_structure(files, index)
     return index

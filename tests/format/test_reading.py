@@ -20,7 +20,6 @@ from lightning_resume.format.checkpoint import read_checkpoint, write_checkpoint
 from lightning_resume.format.contained import CheckpointFiles
 from lightning_resume.format.header import DTYPE_BYTES, build_header
 from lightning_resume.format.index import FileEntry
-from lightning_resume.format.memory import advise_huge_pages
 from lightning_resume.format.strict_json import parse_json
 from lightning_resume.format.tensors import TORCH_DTYPES
 
@@ -185,14 +184,3 @@ def test_a_doubled_key_does_not_hide_behind_colons(text: str) -> None:
     """Colons in texts, white space before a colon, what stands under the first of the two."""
     with pytest.raises(ValueError, match="the key 'a' stands twice"):
         parse_json(text.encode())
-
-
-def test_asking_for_large_pages_changes_nothing_in_memory() -> None:
-    """Whatever the system makes of it; a failure is no matter."""
-    tensor = torch.arange(2**20 + 3, dtype=torch.int32)
-
-    advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    advise_huge_pages(tensor.data_ptr() + 4, 1)
-    advise_huge_pages(0, 2**20)
-
-    assert torch.equal(tensor, torch.arange(2**20 + 3, dtype=torch.int32))

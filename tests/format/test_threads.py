@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resume.format.threads import default_threads, for_each, readers_for
+from lightning_resume.format.threads import default_threads, for_each, threads_for
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 50])
@@ -71,14 +71,14 @@ def test_an_interrupt_waits_for_the_threads() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_threads_are_as_many_as_cores_and_readers_are_twice_as_many(monkeypatch: Any) -> None:
-    """Of those that this process may use, up to four and eight; for little data there are none."""
-    for cores, threads, readers in ((1, 1, 2), (2, 2, 4), (64, 4, 8)):
+def test_threads_are_as_many_as_cores_up_to_four(monkeypatch: Any) -> None:
+    """Of those that this process may use; for little data there are none."""
+    for cores, expected in ((1, 1), (2, 2), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
 
-        assert default_threads() == threads
-        assert readers_for([2**20] * 100) == readers
-        assert readers_for([10, 20]) == 1
+        assert default_threads() == expected
+        assert threads_for([2**20] * 100) == expected
+        assert threads_for([10, 20]) == 1
 
 
 def test_where_cores_cannot_be_asked_for_the_machines_are_counted(monkeypatch: Any) -> None:
