@@ -57,7 +57,11 @@ def copy_parts(parts: Sequence[Part], memory: torch.Tensor) -> None:
 
 
 def copy_files(
-    files: Sequence[tuple[Sequence[Part], torch.Tensor]], *, compare: Collection[int] = (), non_blocking: bool = False
+    files: Sequence[tuple[Sequence[Part], torch.Tensor]],
+    *,
+    compare: Collection[int] = (),
+    is_untouched: bool = False,
+    non_blocking: bool = False,
 ) -> list[bool]:
     """Copies the contents of files, much of it on several threads. Draws no random number, touches no autograd graph.
 
@@ -66,6 +70,7 @@ def copy_files(
     Args:
         files: for each its parts, and where they go: uint8, 1-D, of just their size, at the beginning of a page.
         compare: numbers of the files that are compared with what is in memory before, byte for byte.
+        is_untouched: nobody has touched the state since runs were made of it; else they are looked at again.
         non_blocking: copies from an accelerator are only queued, on its current stream.
 
     Returns:
@@ -74,7 +79,7 @@ def copy_files(
     Raises:
         UnsupportedStateError: a value changed its size since it was planned.
     """
-    layouts = [_Layout(parts, memory) for parts, memory in files]
+    layouts = [_Layout(parts, memory, is_untouched) for parts, memory in files]
     is_equal = [number in compare and not layout.targets for number, layout in enumerate(layouts)]
 
     def copy(bundle: tuple[int, Iterable[Piece]], move: Callable[[int, int, int], object] = ctypes.memmove) -> None:
@@ -141,6 +146,7 @@ class _Layout:
     Args:
         parts: of the file; the layout keeps them alive, with the memory that it has the addresses of.
         memory: where they go.
+        is_untouched: runs are not looked at again.
 
     Attributes:
         large: the pieces of `LARGE_BYTES` and more.
@@ -149,7 +155,8 @@ class _Layout:
         targets: what torch copies to.
     """
 
-    def __init__(self, parts: Sequence[Part], memory: torch.Tensor) -> None:
+    def __init__(self, parts: Sequence[Part], memory: torch.Tensor, is_untouched: bool = False) -> None:
+        self._is_untouched = is_untouched
         self.large: list[Piece] = []
         self.targets: list[torch.Tensor] = []
         self.small: list[Piece] = []
@@ -169,7 +176,8 @@ class _Layout:
     def _add_runs(self, runs: Iterable[Run], begin: int) -> int:
         for run in runs:
             to = self._memory.data_ptr() + begin
-            run.require_same_memory()  # of all before any is copied: copying takes them out of the processor's cache
+            if not self._is_untouched:  # of all before any is copied: copying takes them out of the processor's cache
+                run.require_same_memory()
             if run.largest_bytes < LARGE_BYTES:
                 self.runs.append((run, to))
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,11 +32,6 @@ if _write_pieces is not None:
     )
     _write_pieces.restype = ctypes.c_ssize_t
 MAX_PIECES = 1024  # what the system call takes
-
-_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
-if _HUGE_PAGES is not None:
-    _library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    _library.madvise.restype = ctypes.c_int
 
 
 def gather_memory(to: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
@@ -70,19 +64,3 @@ def compare_memory(left: int, right: int, num_bytes: int) -> bool:
         num_bytes: size of both.
     """
     return bool(_library.memcmp(left, right, num_bytes) == 0)
-
-
-def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """Asks for large pages under fresh memory that is about to be filled; where there are none, nothing happens.
-
-    Most of the time that reading into fresh memory takes goes into its page faults: with pages of 2 MiB there are 512
-    times fewer. The system's pages at both ends are included, so that neighbours stay one piece of memory for the
-    system, which can hold only so many.
-
-    Args:
-        address: of memory that is mapped.
-        num_bytes: its size.
-    """
-    if _HUGE_PAGES is not None:
-        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-        _library.madvise(begin, -(-(address + num_bytes - begin) // mmap.PAGESIZE) * mmap.PAGESIZE, _HUGE_PAGES)

@@ -78,7 +78,7 @@ def plan_group(
         group: "model", "optimizer", "state" or "rank-00000".
         blobs: named; with none of them a file without tensors is planned.
         max_shard_bytes: data bytes of a shard with more than one tensor. All but the model's trained tensors are cut
-            into shards of a sixteenth of the group, though of no less than 128 MiB: each is hashed by one thread.
+            into shards of a sixteenth of the group, though of no less than 64 MiB: each is hashed by one thread.
         frozen: names of tensors that are expected not to change. From 8 MiB on they are kept apart, in files that
             need not be written again.
 

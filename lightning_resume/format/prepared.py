@@ -62,7 +62,7 @@ class PreparedCheckpoint:
         self.num_bytes = sum(file.num_bytes for file in files)
         self.image_bytes = sum(whole_pages(file.num_bytes) for file in files)
 
-    def copy_into(self, image: Image, *, compare_later: bool = False) -> None:
+    def copy_into(self, image: Image, *, compare_later: bool = False, is_untouched: bool = False) -> None:
         """Copies all data into the image, from which it will be written; whatever was in there is overwritten.
 
         A file whose bytes are found in the image already, where the save before had left them, will be linked from
@@ -72,6 +72,7 @@ class PreparedCheckpoint:
             image: not used by a save that is not committed yet.
             compare_later: frozen files that were probably not written to are compared by `commit`; until it returns
                 their tensors must not be resized. See `claims`.
+            is_untouched: nobody has touched the state since it was prepared, on any thread; that is not looked at.
 
         Raises:
             UnsupportedStateError: a value changed its size since it was prepared.
@@ -89,7 +90,7 @@ class PreparedCheckpoint:
             if devices:
                 image.pin()
             with beside_training(devices):
-                is_equal = copy_files(contents, compare=compare, non_blocking=bool(devices))
+                is_equal = copy_files(contents, compare=compare, is_untouched=is_untouched, non_blocking=bool(devices))
             known = [file.name for file, is_same in zip(files, is_equal, strict=True) if is_same]
             image.kept = {name: kept[name] for name in [*known, *claimed]}
             image.marks = {file.name: marks_of(file.parts) for file in self._files if file.is_frozen}

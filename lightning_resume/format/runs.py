@@ -105,6 +105,7 @@ class Row:
         self._flags = list(map(_flags, tensors))
         self._strides = list(map(torch.Tensor.stride, tensors))
         self._offsets = list(map(torch.Tensor.storage_offset, tensors))
+        self._addresses: list[int] = []  # at which all was there
         self._is_complex = any(tensor.is_complex() for tensor in tensors)
         self._spans = [
             offset * tensor.element_size() + size
@@ -131,12 +132,12 @@ class Row:
             raise DifferentError
         if self._is_complex and any(map(torch.Tensor.is_conj, tensors)):
             raise DifferentError
-        if list(map(torch.Tensor.storage_offset, tensors)) != self._offsets:
-            raise DifferentError
-        storages = map(torch.Tensor.untyped_storage, tensors)
-        if not all(map(ge, map(torch.UntypedStorage.nbytes, storages), self._spans)):
-            raise DifferentError  # what is copied by address has to be all there
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-        if 0 in addresses:
-            raise DifferentError
+        if addresses != self._addresses:  # what is copied by address has to be all there
+            if 0 in addresses or list(map(torch.Tensor.storage_offset, tensors)) != self._offsets:
+                raise DifferentError
+            storages = map(torch.Tensor.untyped_storage, tensors)
+            if not all(map(ge, map(torch.UntypedStorage.nbytes, storages), self._spans)):
+                raise DifferentError
+            self._addresses = addresses  # a storage that is resized gets another one
         return Run(self.blobs, tensors, addresses, self.sizes, self.num_bytes, self._largest_bytes)
