@@ -1,7 +1,8 @@
 """Writing several files at once, each hashed on the way; memory and threads are bounded, and end with the call.
 
-A lane is three threads: one gathers a block while another hashes the one before it, and the third writes the one before
-that. With one lane the files follow each other. A checkpoint of a few MB is written without any thread.
+A lane is two threads: one gathers and hashes a block while the other writes the one before it. With one lane the files
+follow each other. Where one file is most of the checkpoint, and there is a core to spare, a third thread gathers. A
+checkpoint of a few MB is written without any thread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ DIRECT_BYTES = 2**20  # smaller files are left to the page cache
 INLINE_BYTES = 4 * 2**20  # in all; below it a thread costs more than it saves
 
 
+class Messages(Protocol):
+    """What another thread has put there."""
+
+    def get(self) -> Source | Block | None:
+        """The next one; None: there are no more."""
+
+
 class Source(Protocol):
     """A file that is to be written."""
 
@@ -41,7 +49,7 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
     Args:
         directory: where; none of the files may be there.
         files: what to write; the largest are begun first.
-        num_lanes: files at a time; each is hashed by one thread, between two that gather and write.
+        num_lanes: files at a time; each is hashed by one thread.
 
     Returns:
         Name → size and digest, in the order of `files`.
@@ -51,11 +59,13 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
         UnsupportedStateError: a value changed its size since it was planned.
     """
     run = _Run(directory, files)
-    if sum(file.num_bytes for file in files) < INLINE_BYTES:
+    sizes = [file.num_bytes for file in files]
+    if sum(sizes) < INLINE_BYTES:
         run.attempt(lambda: _hash_inline(run))
     else:
+        has_gatherer = num_lanes > 1 and sum(sizes) < 2 * max(sizes)
         lanes = [threading.Thread(target=_lane, args=(run,)) for _ in range(min(num_lanes, len(files)) - 1)]
-        run.attempt(lambda: beside(lanes, lambda _: _lane(run)))
+        run.attempt(lambda: beside(lanes, lambda _: _lane(run, has_gatherer)))
     if run.failure is not None:
         raise run.failure
     return {file.name: run.entries[file.name] for file in files}
@@ -78,23 +88,27 @@ class _Run:
             self.failure = self.failure or error
 
 
-def _lane(run: _Run) -> None:
-    """Gathers one file after the other, while other threads hash and write what was gathered."""
-    to_hash: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
+def _lane(run: _Run, has_gatherer: bool = False) -> None:
+    """Gathers and hashes one file after the other, while another thread writes what was hashed.
+
+    With a gatherer, this thread gathers only, and a third one hashes.
+    """
     to_write: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
     writer, hasher = _Writer(run), _Hasher(run, to_write.put)
+    # Short: what lies in memory already takes no buffer, and one lane would take all files before the others begin.
+    to_hash: queue.Queue[Source | Block | None] = queue.Queue(maxsize=2)
 
     def gather_beside(has_threads: bool) -> None:
         try:
             if has_threads:
-                _gather_files(run, to_hash.put, writer.take)
+                _gather_files(run, to_hash.put if has_gatherer else hasher.put, writer.take)
             else:
                 _hash_inline(run)
         except BaseException as error:  # before the other threads are waited for
             run.failure = run.failure or error
         finally:
             to_hash.put(None)
-            if not has_threads:
+            if not (has_threads and has_gatherer):
                 to_write.put(None)  # there may be nobody to hand it on
 
     def hash_all() -> None:
@@ -105,13 +119,13 @@ def _lane(run: _Run) -> None:
         _work_off(run, to_write, writer.put)
         writer.abandon()
 
-    threads = [threading.Thread(target=hash_all), threading.Thread(target=write_all)]
+    threads = [threading.Thread(target=write_all)]
+    if has_gatherer:
+        threads.append(threading.Thread(target=hash_all))
     run.attempt(lambda: beside(threads, gather_beside))
 
 
-def _work_off(
-    run: _Run, messages: queue.SimpleQueue[Source | Block | None], put: Callable[[Source | Block], None]
-) -> None:
+def _work_off(run: _Run, messages: Messages, put: Callable[[Source | Block], None]) -> None:
     """Takes what comes, until None does; also after a failure, since somebody may be waiting for a buffer."""
     while (message := messages.get()) is not None:
         run.attempt(functools.partial(put, message))
