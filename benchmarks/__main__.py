@@ -21,9 +21,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--picture", type=Path, help="draw them to this file")
     parser.add_argument("--from-json", type=Path, help="print and draw the figures of an earlier run")
+    parser.add_argument("--markdown", action="store_true", help="print the tables that README shows instead of all")
     options = parser.parse_args()
     report = json.loads(options.from_json.read_text()) if options.from_json else saving.run(options)
-    print(tables.as_text(report))
+    print(tables.as_markdown(report) if options.markdown else tables.as_text(report))
     if options.json:
         saving.write(report, options.json)
     if options.picture:

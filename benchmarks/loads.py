@@ -52,12 +52,6 @@ class Loads:
     def raw_read(self, folder: Path) -> None:
         self._read(None, self.files())
 
-    def raw_read_kept(self, folder: Path) -> None:
-        """Into new memory for all of it, on two threads."""
-        longest_first = sorted(self.files(), key=lambda path: -path.stat().st_size)
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(_read_whole, longest_first))
-
     def sha256_pass(self, folder: Path) -> None:
         """Of all files, on two threads: the longest first, each thread takes the next one."""
         longest_first = sorted(self.files(), key=lambda path: -path.stat().st_size)
@@ -71,7 +65,6 @@ class Loads:
         """By name, in the order of their turns."""
         return {
             "raw read": self.raw_read,
-            "raw read into new memory on 2 threads": self.raw_read_kept,
             "sha256 pass on 2 threads": self.sha256_pass,
             "torch.load, into live tensors": self.torch_load,
             "load_file, into live tensors": self.load_file,
@@ -111,15 +104,6 @@ class Loads:
                 while count := file.readinto(block):
                     if digest is not None:
                         digest.update(memoryview(block)[:count])
-
-
-def _read_whole(path: Path) -> bytearray:
-    memory = bytearray(path.stat().st_size)
-    view, done = memoryview(memory), 0
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(view[done : done + BLOCK_BYTES]):
-            done += count
-    return memory
 
 
 def _bytes_read() -> int:

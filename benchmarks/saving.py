@@ -205,4 +205,13 @@ def _peak_of_load(connection: Any, sizes: dict[str, int], folder: str) -> None:
 
 def write(report: dict[str, Any], path: Path) -> None:
     """Writes the figures as JSON."""
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(_rounded(report), separators=(",", ":")) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Seconds to the hundredth of a millisecond: the clock says no more."""
+    if isinstance(value, float):
+        return round(value, 5)
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.tables import as_markdown
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,9 +36,18 @@ def test_the_quick_benchmark_measures_all_contenders_and_draws_them(tmp_path: Pa
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("sha256: ")
     assert "save / Lightning " in result.stdout
+    assert not re.search("kept|missed", result.stdout)  # of so small a state nothing is judged
     assert {"memcpy", "ours", "Lightning async: stall"} <= report["big"]["save"].keys()
     assert "ours, verified, into live tensors" in report["small"]["load"]
     assert 0.5 < report["memory"]["a load"] < 2
     assert report["adapters"]["written_ratio"] < 1.2
     assert picture.stat().st_size > 10_000
     assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_readme_shows_what_was_measured() -> None:
+    """Its tables are those of the figures that are kept beside its picture, to the last digit."""
+    report = json.loads((ROOT / "docs" / "benchmark.json").read_text())
+
+    assert not report["quick"]
+    assert f"<!-- benchmark -->\n{as_markdown(report)}\n<!-- /benchmark -->" in (ROOT / "README.md").read_text()
