@@ -30,7 +30,7 @@ LAYERS = {
     "__main__": {"cli"},
 }
 LIGHTNING_HOUSES = {"plugin", "demo"}
-PRIVATE_STATE = {"averaging.py", "loops.py", "metrics.py", "module_state.py"}
+PRIVATE_STATE = {"averaging.py", "hooks.py", "loops.py", "metrics.py", "module_state.py"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
 WITHOUT_TORCH = {"errors", "lock", "policy", "writer", "cli", "__init__", "__main__"}
 

@@ -21,7 +21,7 @@ from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
 from lightning_resume.lock import FolderLock
-from lightning_resume.plugin import arguments, checks, frozen, loops, positional, resuming
+from lightning_resume.plugin import arguments, checks, frozen, hooks, loops, positional, resuming
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, STATE_KEY, AtomicCheckpointIO, Fitting
 from lightning_resume.plugin.circumstances import capture_circumstances, look_at_beginning
@@ -204,7 +204,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         )
         self._resume, self._resumed_from, self._has_begun, self._has_gone_back = None, None, False, False
         self._configured, self._beginning = trainer_identity(trainer), {}
-        loops.install_hooks(
+        hooks.install_hooks(
             trainer,
             lambda: self._before_epoch(trainer),
             lambda: self._before_batch(trainer),
@@ -213,7 +213,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             lambda: self._after_run(trainer),
         )
         if self.settings.save_on_signal:
-            loops.take_over_sigterm(trainer)
+            hooks.take_over_sigterm(trainer)
         loops.wrap_loaders(trainer, lambda loader: self._wrap(trainer, loader))
 
     def _wrap(self, trainer: Trainer, loader: object) -> object:
@@ -271,7 +271,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             loops.stop_restarting(trainer)
         self._recall.begin(trainer)
         has_nothing_to_drop = not (self.settings.save_on_exception and self._recall.needs_gradients)
-        loops.pass_over_hooks(self, [AtomicResumeCallback.on_train_batch_start] if has_nothing_to_drop else [])
+        hooks.pass_over_hooks(self, [AtomicResumeCallback.on_train_batch_start] if has_nothing_to_drop else [])
         self._listen(trainer)
 
     def _before_epoch(self, trainer: Trainer) -> None:
@@ -396,7 +396,7 @@ class AtomicResumeCallback(ModelCheckpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the hooks out again."""
         self._signals.remove()
-        loops.remove_hooks(trainer)
+        hooks.remove_hooks(trainer)
         loops.unwrap_loaders(trainer)
         loops.return_checkpoint_io(trainer)
         self._leave_folder()

@@ -8,7 +8,7 @@ nothing of the next has begun.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.nn.parallel import DistributedDataParallel
@@ -62,84 +62,6 @@ def reinstate(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Hands Lightning the checkpoint again if a Tuner's callback has made it forget that there is one to restore."""
     if not trainer._checkpoint_connector._loaded_checkpoint:
         trainer._checkpoint_connector._loaded_checkpoint = checkpoint
-
-
-def install_hooks(
-    trainer: Trainer,
-    before_epoch: Callable[[], None],
-    before_batch: Callable[[], None],
-    before_epoch_end: Callable[[], None],
-    before_run: Callable[[], None],
-    after_run: Callable[[], None],
-) -> None:
-    """Calls `before_epoch` before an epoch, `before_batch` at each cut, `before_epoch_end` after the last batch.
-
-    `before_run` is called before data is set up, `after_run` when training has ended by itself, after everybody's
-    `on_train_end`.
-    """
-    fit_loop = trainer.fit_loop
-    epoch_loop = fit_loop.epoch_loop
-
-    def on_advance_start() -> None:
-        before_epoch()
-        type(fit_loop).on_advance_start(fit_loop)
-
-    def advance(data_fetcher: _DataFetcher) -> None:
-        before_batch()
-        type(epoch_loop).advance(epoch_loop, data_fetcher)
-
-    def on_advance_end() -> None:
-        before_epoch_end()
-        type(fit_loop).on_advance_end(fit_loop)
-
-    def run() -> None:
-        before_run()
-        type(fit_loop).run(fit_loop)
-
-    def on_run_end() -> None:
-        type(fit_loop).on_run_end(fit_loop)
-        after_run()
-
-    fit_loop.run = run  # type: ignore[method-assign]
-    fit_loop.on_run_end = on_run_end  # type: ignore[method-assign]
-    fit_loop.on_advance_start = on_advance_start  # type: ignore[method-assign]
-    fit_loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
-    epoch_loop.advance = advance  # type: ignore[method-assign]
-
-
-def remove_hooks(trainer: Trainer) -> None:
-    """Undoes `install_hooks` and `take_over_sigterm`."""
-    for name in ("run", "on_advance_start", "on_advance_end", "on_run_end"):
-        trainer.fit_loop.__dict__.pop(name, None)
-    for name in ("advance", "_broadcast_sigterm_tensor"):
-        trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
-
-
-def take_over_sigterm(trainer: Trainer) -> None:
-    """Spares several ranks the broadcast with which Lightning asks rank 0 for SIGTERM before each batch.
-
-    The caller has to ask all of them instead: a broadcast from rank 0 does not see what another rank was sent.
-    """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-
-_STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
-
-
-def pass_over_hooks(callback: Callback, empty: Collection[object]) -> None:
-    """Lets Lightning pass over those hooks of a step in which a callback does nothing; asking it takes 4 µs for each.
-
-    Lightning looks each hook up by name and calls what can be called.
-
-    Args:
-        callback: whose.
-        empty: functions that do nothing in this fit, besides Lightning's own.
-    """
-    for name in _STEP_HOOKS:
-        callback.__dict__.pop(name, None)
-        hook = getattr(type(callback), name)
-        if hook is getattr(Callback, name) or hook in empty:
-            callback.__dict__[name] = None
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
