@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Read when torch is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what runs behind it with Ctrl-C ignored, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

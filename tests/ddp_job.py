@@ -57,6 +57,7 @@ def main(folder: Path, name: str, checkpoint: str, *sends: str) -> None:
         default_root_dir=folder,
     )
     trainer.fit(Toy(), DataLoader(ToyItems(256), 4, shuffle=True), ckpt_path=None if checkpoint == "none" else "last")
+    torch.distributed.destroy_process_group()  # else its threads may abort the process at its end
 
 
 if __name__ == "__main__":
