@@ -17,6 +17,7 @@ from lightning_resume.plugin.identity import has_other_accumulation
 from lightning_resume.plugin.optimizers import match_optimizers
 from lightning_resume.plugin.rank_state import check_rank_state, check_run, enter_first_batch
 from lightning_resume.plugin.shape import check_shape
+from lightning_resume.plugin.top_k import restore_top_k
 
 
 def check_checkpoint(
@@ -44,6 +45,7 @@ def keep_state(trainer: Trainer, checkpoint: dict[str, Any], configured: Mapping
     return {
         **positional.for_rank(checkpoint, trainer.global_rank),
         "checkpoint": checkpoint,
+        "callbacks": checkpoint["callbacks"],
         "optimizer_states": checkpoint["optimizer_states"],
         "world_size": checkpoint["world_size"],
         "has_other_accumulation": has_other_accumulation(checkpoint["rank_state"], configured),
@@ -90,6 +92,8 @@ def enter(
         loops.stop_restarting(trainer)
     differences += enter_first_batch(trainer, state, between_epochs=state["between_epochs"], allow=allow)
     others, notes = compare_circumstances(trainer, state.get("circumstances"), beginning)
+    lost, restored = restore_top_k(trainer, state["callbacks"])
+    others, notes = [*others, *lost], [*notes, *restored]
     verdict = positional.verdict(differences + others, state["world_size"], trainer.world_size, notes)
     rank_zero_info(
         f"Resumed from {path!r}: epoch {trainer.current_epoch}, batch {loops.batch_in_epoch(trainer)}, "
