@@ -159,7 +159,8 @@ class FastForwardSampler(Sampler[Any]):
         """
         length = _length(self.sampler)
         if length is not None and state["position"] > length:
-            raise StateMismatchError("sampler position", state["position"], f"a sampler of length {length}")
+            remedy = "Resume with the batch size and the data of the save, or from a checkpoint between two epochs."
+            raise StateMismatchError("sampler position", state["position"], f"a sampler of length {length}", remedy)
         self._set_seeds(state)
         self._pending = dict(state)
 

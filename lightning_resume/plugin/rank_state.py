@@ -118,7 +118,20 @@ def check_run(
         StateMismatchError: some are not allowed; a DataChangedError where the first of them concerns the data.
     """
     allowed = settle(identity.run_differences(trainer, state, configured, data_version), allow)
+    allowed += _other_batch_sizes(trainer, state)
     return allowed + [f"random stream {name!r}: absent" for name in identity.missing_streams(state["rng"])]
+
+
+def _other_batch_sizes(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
+    """What entering an epoch in its middle with batches of another size means for its items, one text each."""
+    num_batches, texts = state["batch_in_epoch"], []
+    for saved, loader in zip(state["identity"]["loaders"], loops.train_loaders(trainer), strict=False):
+        before, now = saved.get("batch_size"), getattr(loader, "batch_size", None)
+        if num_batches and before and now and before != now:
+            fate = "left out" if now > before else "trained again"
+            num_items = num_batches * abs(now - before)
+            texts.append(f"{num_batches} batches of the new size are taken for trained: {num_items} items are {fate}")
+    return texts
 
 
 def _streams_of(state: Mapping[str, Any]) -> RNGState:

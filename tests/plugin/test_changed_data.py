@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from toy import Job, ToyItems, emit, run, saved_steps, step_dir
 
-from lightning_resume import DataChangedError
+from lightning_resume import DataChangedError, StateMismatchError
 
 
 class CountingItems(ToyItems):
@@ -93,6 +93,26 @@ def test_entering_the_position_reads_only_what_is_left(tmp_path: Path) -> None:
     assert len(resumed.of("read")) == 8
     assert resumed.of("read") == baseline.of("read")[24:]
     assert resumed.batches == baseline.batches[6:]
+
+
+@pytest.mark.parametrize(("size", "told"), [(2, "12 items are trained again"), (5, "6 items are left out")])
+def test_another_batch_size_says_what_becomes_of_the_items(
+    size: int, told: str, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An epoch is entered by the number of its batches, of whatever size."""
+    data = torch.utils.data.DataLoader(ToyItems(), batch_size=size, shuffle=True)
+
+    resume(saved, tmp_path, data, allow=("batch_size_changed",))
+
+    assert f"NOT exact: batch_size: 4 → {size}; 6 batches of the new size are taken for trained: {told}" in caplog.text
+
+
+def test_a_batch_size_with_which_the_epoch_is_over_is_refused(saved: Path, tmp_path: Path) -> None:
+    """It has fewer batches than were trained."""
+    data = torch.utils.data.DataLoader(ToyItems(), batch_size=8, shuffle=True)
+
+    with pytest.raises(StateMismatchError, match="Resume with the batch size and the data of the save, or from"):
+        resume(saved, tmp_path, data, allow=("batch_size_changed",))
 
 
 @pytest.mark.parametrize("name", CASES)
