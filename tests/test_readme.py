@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+from lightning_resume import AtomicResumeCallback
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -76,3 +79,12 @@ def test_every_example_runs(example: Path, tmp_path: Path) -> None:
 def test_there_are_examples() -> None:
     """The test above does not pass because it finds nothing."""
     assert EXAMPLES
+
+
+def test_every_argument_stands_in_the_table_with_its_default() -> None:
+    """As the callback's signature has them, in its order."""
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+    parameters = list(inspect.signature(AtomicResumeCallback).parameters.values())
+
+    assert rows == [(parameter.name, repr(parameter.default)) for parameter in parameters]
