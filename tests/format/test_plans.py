@@ -312,6 +312,36 @@ def test_rows_serve_another_size_of_blocks_too(monkeypatch: Any, tmp_path: Path)
     assert is_planned(cache, value, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.arange(6.0),
+        lambda: [float(number) for number in range(600)],
+        lambda: bytearray(2000),
+    ],
+    ids=["array", "packed list", "bytearray"],
+)
+def test_data_that_comes_to_be_shared_stays_shared(make: Callable[[], Any], tmp_path: Path) -> None:
+    """What was two objects of equal contents, and is one under two names now, is one in the files."""
+    cache, one = PlanCache(), make()
+    weights = {"weight": torch.randn(2)}
+
+    is_planned(cache, {"state_dict": weights, "first": make(), "second": make()}, tmp_path)
+    used = is_planned(cache, {"state_dict": weights, "first": one, "second": one}, tmp_path)
+
+    assert not used
+
+
+def test_a_name_that_is_written_as_a_tag_makes_no_difference(tmp_path: Path) -> None:
+    """A top-level key, or an attribute, that is called as the mark of a node is."""
+    cache, named = PlanCache(), OrderedDict(weight=torch.randn(2))
+    vars(named).update({"$": 0, "v": [1]})
+
+    for _ in range(2):
+        is_planned(cache, {"state_dict": {"weight": torch.randn(2)}, "$": 1, "v": [1, 2, 3]}, tmp_path)
+        is_planned(cache, {"state_dict": named}, tmp_path)
+
+
 def test_texts_of_a_state_are_never_taken_for_marks(tmp_path: Path) -> None:
     """Values and keys that look like the plan's own marks come out as they are."""
     cache = PlanCache()
