@@ -55,6 +55,7 @@ class Saver:
         self._kept: dict[str, KeptFile] = {}  # what the last save without an image has left, to be linked
         self._due_from = 0, 0.0  # step and time of the last save, also of one that failed
         self._saved_step = 0  # of the last one that succeeded, or is in flight
+        self._step_before = 0  # of the last one that is known to have succeeded, while another is in flight
         self._seen_step = 0  # at the last cut
         self._in_flight = ""
         self._has_memory = False
@@ -177,7 +178,7 @@ class Saver:
         if kind == "full":
             self._is_owed = False
             self._has_saved |= trainer.global_step > 0
-            self._saved_step = trainer.global_step
+            self._step_before, self._saved_step = self._saved_step, trainer.global_step
         seconds = time.monotonic() - begun
         if in_background:
             self._in_flight, self._stall_seconds = path, seconds
@@ -235,6 +236,7 @@ class Saver:
         if outcome.error is None:
             self.last_path = path
         else:
+            self._saved_step = self._step_before  # the exception's own save tries again
             warnings.warn(
                 f"The save {path!r} FAILED; earlier checkpoints are untouched.\n{outcome.error}", stacklevel=2
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hidden_changes import HIDDEN, HIDDEN_CHANGES
 from test_images import FROZEN, adapted, inode, is_saved
 from torch import nn
 
@@ -16,8 +17,6 @@ from lightning_resume.format.claims import StaleCopyError
 from lightning_resume.format.image import Image
 from lightning_resume.format.memory import compare_memory
 from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
-
-HIDDEN = 1_000_003  # an item of the frozen weight that no sample looks at
 
 
 def cut(path: Path, model: nn.Module, place: Image) -> PreparedCheckpoint:
@@ -34,31 +33,6 @@ def saved_twice(folder: Path) -> tuple[nn.ModuleDict, Image]:
     for number in (1, 2):
         cut(folder / str(number), model, place).commit()
     return model, place
-
-
-def change_by_data(weight: nn.Parameter) -> None:
-    weight.data.view(-1)[HIDDEN] += 1
-
-
-def change_by_numpy(weight: nn.Parameter) -> None:
-    weight.detach().numpy().reshape(-1)[HIDDEN] += 1
-
-
-def change_by_storage(weight: nn.Parameter) -> None:
-    weight.untyped_storage()[4 * HIDDEN] ^= 1
-
-
-def change_by_fused_optimizer(weight: nn.Parameter) -> None:
-    weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW([weight], fused=True, weight_decay=0.0)
-    weight.grad = torch.zeros_like(weight)
-    weight.grad.view(-1)[HIDDEN] = 1.0
-    optimizer.step()
-    weight.requires_grad_(False)
-    weight.grad = None
-
-
-HIDDEN_CHANGES = [change_by_data, change_by_numpy, change_by_storage, change_by_fused_optimizer]
 
 
 @pytest.mark.parametrize("is_late", [False, True])

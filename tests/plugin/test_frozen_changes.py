@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from held_writer import HeldWriter
+from hidden_changes import HIDDEN_CHANGES, change_by_data
 from inprocess import loader, make_trainer, plugin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from test_claims import HIDDEN_CHANGES
 from torch import Tensor, nn
 from toy import digest, saved_steps, step_dir
 
 from lightning_resume import read_checkpoint
+from lightning_resume.plugin import recall
 
 
 class Adapted(LightningModule):
@@ -70,3 +71,35 @@ def test_a_frozen_weight_that_changes_is_saved_as_it_was_at_each_step(
     given_up = set(range(17)) - set(steps)
     assert given_up
     assert given_up <= {5, 6}
+
+
+class FailsIn(Callback):
+    """Fails in the backward pass that follows a step."""
+
+    def __init__(self, after_step: int) -> None:
+        self.after_step = after_step
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.after_step:
+            raise RuntimeError("out of luck")
+
+
+def test_an_exception_behind_a_save_that_is_given_up_saves_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in flight is found to be wrong when training has ended: the last whole step is saved all the same."""
+    monkeypatch.setattr(recall, "CREDIT_SECONDS", 60.0)
+    resume = plugin(tmp_path / "ck")
+
+    def change(weight: nn.Parameter) -> None:
+        resume._saver.wait()  # for the save before, which is right then
+        change_by_data(weight)
+
+    note = ChangeAndNote(change, after_step=6)
+    trainer = make_trainer(tmp_path, note, resume, FailsIn(after_step=6))
+
+    with pytest.warns(UserWarning, match="changed while step-0+6 was"), pytest.raises(RuntimeError, match="of luck"):
+        trainer.fit(Adapted(), loader())
+
+    assert saved_steps(tmp_path / "ck") == [0, 1, 2, 3, 4, 5, 6]
+    assert digest(read_checkpoint(step_dir(tmp_path / "ck", 6))["state_dict"]) == note.digests[6]
