@@ -399,6 +399,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         loops.remove_hooks(trainer)
         loops.unwrap_loaders(trainer)
         loops.return_checkpoint_io(trainer)
+        loops.heed_hooks(self)
         self._leave_folder()
 
     def _leave_folder(self) -> None:
