@@ -126,3 +126,19 @@ def test_tensors_without_a_version_are_compared_at_once(tmp_path: Path) -> None:
     save(paths[2])
 
     assert inode(paths[0] / FROZEN) == inode(paths[1] / FROZEN) != inode(paths[2] / FROZEN)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.numpy, torch.Tensor.tolist], ids=["array", "list"])
+def test_frozen_weights_that_are_no_tensors_are_compared_at_once(
+    convert: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """A hook of a state dict may hand out something else."""
+    weights, place = {"base": convert(torch.ones(3 * 2**20)), "trained": torch.zeros(2)}, Image()
+
+    for number in "123":
+        checkpoint = prepare_checkpoint(tmp_path / number, {"state_dict": weights}, frozen=["base"])
+        checkpoint.copy_into(place, compare_later=True)
+        checkpoint.commit()
+
+    assert inode(tmp_path / "1" / FROZEN) == inode(tmp_path / "3" / FROZEN)
+    assert (tmp_path / "3" / FROZEN).stat().st_size > 12 * 2**20
