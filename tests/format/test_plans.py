@@ -208,6 +208,31 @@ def test_a_tensor_whose_memory_is_gone_is_refused(tmp_path: Path) -> None:
         prepare_checkpoint(tmp_path / "c", freed, plans=cache).copy_into(Image())
 
 
+def comes_back_shorter(tensor: torch.Tensor) -> bool:
+    """Resizes a tensor's storage twice; whether it lies where it lay, and is too small for the tensor."""
+    address, num_bytes = tensor.data_ptr(), tensor.nbytes
+    tensor.untyped_storage().resize_(2 * num_bytes)
+    tensor.untyped_storage().resize_(num_bytes - 4)
+    return tensor.data_ptr() == address
+
+
+def test_a_storage_that_comes_back_shorter_to_its_address_is_refused(tmp_path: Path) -> None:
+    """Reading on would save what lies behind it, of something else."""
+    fences = []
+    for number in range(100):
+        cache, weights = PlanCache(), {"weight": torch.randn(1000)}
+        fences.append((weights, torch.randn(1000)))  # kept: the next one lies elsewhere
+        for step in range(2):
+            prepare_checkpoint(tmp_path / f"{number}-{step}", {"state_dict": weights}, plans=cache)
+        if comes_back_shorter(weights["weight"]):
+            break
+    else:
+        pytest.skip("no storage came back to its address")
+
+    with pytest.raises(UnsupportedStateError, match=r"state_dict\.weight"):
+        prepare_checkpoint(tmp_path / "c", {"state_dict": weights}, plans=cache)
+
+
 def freed(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor, its memory given back."""
     tensor.untyped_storage().resize_(0)
