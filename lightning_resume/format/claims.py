@@ -58,6 +58,8 @@ def marks_of(parts: Sequence[Part]) -> Marks | None:
     for part in parts:
         if isinstance(part, bytes):
             continue
+        if isinstance(part, Blob) and not isinstance(part.owner, torch.Tensor):  # of a state dict's hook
+            return None
         try:
             marks += ((tensor.data_ptr(), tensor._version) for tensor in _tensors(part))
         except RuntimeError:  # made in inference mode: such a tensor has no version

@@ -22,7 +22,7 @@ from lightning_resume.format.blobs import Blob, BlobStore
 from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.planned import PlannedFile
 from lightning_resume.format.runs import MAX_TENSORS, DifferentError, Row
-from lightning_resume.format.skeleton import MAX_STATE_BYTES, state_to_bytes
+from lightning_resume.format.skeleton import MAX_STATE_BYTES, TAG, state_to_bytes
 from lightning_resume.format.structure import Container, Leaf
 from lightning_resume.format.tensors import bytes_in_place
 from lightning_resume.format.tree import FindEncoder
@@ -118,6 +118,8 @@ class _Plan:
         self._tensors: list[Blob] = []
         self._others: list[Blob] = []
         self._by_node = blobs
+        if TAG in nodes:  # would be taken for that of a node
+            raise DifferentError
         self._top = Container(dict(state), nodes, self)
         if len(self._tensors) + len(self._others) != len(blobs):
             raise DifferentError
@@ -165,6 +167,9 @@ class _Plan:
                     parts.append(part)
             files.append(replace(file, parts=parts))
         if len(places) != len(tensors):  # two names for one piece of memory
+            raise DifferentError
+        with_data = [id(value) for leaf, value in leaves if leaf.blob is not None]
+        if len(set(with_data)) != len(with_data):  # one array or list under two names
             raise DifferentError
         for leaf, value in leaves:
             leaf.fill(value, find_encoder)

@@ -133,11 +133,12 @@ class Row:
         if self._is_complex and any(map(torch.Tensor.is_conj, tensors)):
             raise DifferentError
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-        if addresses != self._addresses:  # what is copied by address has to be all there
+        if addresses != self._addresses:
             if 0 in addresses or list(map(torch.Tensor.storage_offset, tensors)) != self._offsets:
                 raise DifferentError
-            storages = map(torch.Tensor.untyped_storage, tensors)
-            if not all(map(ge, map(torch.UntypedStorage.nbytes, storages), self._spans)):
-                raise DifferentError
-            self._addresses = addresses  # a storage that is resized gets another one
+            self._addresses = addresses
+        # What is copied by address has to be all there. A storage that is resized may come back to an address of old.
+        storages = map(torch.Tensor.untyped_storage, tensors)
+        if not all(map(ge, map(torch.UntypedStorage.nbytes, storages), self._spans)):
+            raise DifferentError
         return Run(self.blobs, tensors, addresses, self.sizes, self.num_bytes, self._largest_bytes)

@@ -101,7 +101,9 @@ def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict
             together = []
         if is_large:
             tensor = tensors[entry.name] = _empty(entry)
-            _read_whole(file, tensor.reshape(-1).view(torch.uint8).numpy().data, digest)
+            # By its address: a tensor whose memory numpy has seen can never be resized.
+            memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+            _read_whole(file, memoryview(memory).cast("B"), digest)
         else:
             if not together:
                 begin = entry.begin

@@ -80,6 +80,8 @@ class Container:
 
     def __init__(self, value: Any, node: Any, finder: DataFinder) -> None:
         self.kind = type(value)
+        if self.kind is OrderedDict and TAG in vars(value):  # would be taken for that of a node
+            raise DifferentError
         self.keys = list(value) if isinstance(value, dict) else None
         if self.keys is not None and not {type(key) for key in self.keys} <= {str, int}:
             raise DifferentError

@@ -334,8 +334,12 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def _before_epoch_end(self, trainer: Trainer) -> None:
         """Training that stops inside an epoch is saved before Lightning takes the epoch for complete."""
-        if self in loops.callbacks(trainer) and self.settings.save_on_train_end and loops.stops_inside_epoch(trainer):
+        if self in loops.callbacks(trainer) and loops.stops_inside_epoch(trainer) and self._is_end_wanted(trainer):
             self._save_if_new(trainer, "cut")
+
+    def _is_end_wanted(self, trainer: Trainer) -> bool:
+        self._saver.settle(trainer)
+        return self.settings.save_on_train_end or self._saver.is_owing
 
     def _save_if_new(self, trainer: Trainer, moment: str, *, must_succeed: bool = False) -> None:
         self._saver.settle(trainer)
@@ -362,11 +366,10 @@ class AtomicResumeCallback(ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the end."""
-        if self.settings.save_on_train_end:
+        if self._is_end_wanted(trainer):
             for loader in loops.train_loaders(trainer):
                 loader.finish_pass()
             self._save_if_new(trainer, "end", must_succeed=True)
-        self._saver.settle(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Waits for the save in flight, and saves the last whole step. One rank alone may be here: none is asked."""
@@ -399,6 +402,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         hooks.remove_hooks(trainer)
         loops.unwrap_loaders(trainer)
         loops.return_checkpoint_io(trainer)
+        hooks.heed_hooks(self)
         self._leave_folder()
 
     def _leave_folder(self) -> None:

@@ -20,8 +20,8 @@ class LossHistory:
     """
 
     def __init__(self) -> None:
-        self._steps = torch.empty(0, dtype=torch.int64)
-        self._losses = torch.empty(0, dtype=torch.float64)
+        self._steps = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._losses = torch.empty(0, dtype=torch.float64, device="cpu")
         self._new_steps: list[int] = []
         self._new_losses: list[torch.Tensor | float] = []
         self._last_step = 0

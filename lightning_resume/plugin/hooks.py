@@ -77,14 +77,23 @@ _STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backwar
 def pass_over_hooks(callback: Callback, empty: Collection[object]) -> None:
     """Lets Lightning pass over those hooks of a step in which a callback does nothing; asking it takes 4 µs for each.
 
-    Lightning looks each hook up by name and calls what can be called.
+    Lightning looks each hook up by name and calls what can be called. What the user has put on the object stays.
 
     Args:
         callback: whose.
         empty: functions that do nothing in this fit, besides Lightning's own.
     """
+    heed_hooks(callback)
     for name in _STEP_HOOKS:
-        callback.__dict__.pop(name, None)
+        if name in callback.__dict__:
+            continue
         hook = getattr(type(callback), name)
         if hook is getattr(Callback, name) or hook in empty:
             callback.__dict__[name] = None
+
+
+def heed_hooks(callback: Callback) -> None:
+    """Undoes `pass_over_hooks`."""
+    for name in _STEP_HOOKS:
+        if callback.__dict__.get(name, callback) is None:
+            del callback.__dict__[name]

@@ -55,12 +55,14 @@ class Saver:
         self._kept: dict[str, KeptFile] = {}  # what the last save without an image has left, to be linked
         self._due_from = 0, 0.0  # step and time of the last save, also of one that failed
         self._saved_step = 0  # of the last one that succeeded, or is in flight
+        self._step_before = 0  # of the last one that is known to have succeeded, while another is in flight
         self._seen_step = 0  # at the last cut
         self._in_flight = ""
         self._has_memory = False
         self._told_of_notice = False
         self._stall_seconds = 0.0  # of the save in flight
-        self._is_owed = False  # the last one was given up, and is to be made again at once
+        self._kind = "full"  # of the save in flight
+        self._owed = ""  # kind of one that was given up, and is to be made again at once
         self._has_saved = False  # with what the first optimizer step adds to the state
 
     # -- when ---------------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class Saver:
 
     def may_be_due(self, trainer: Trainer) -> bool:
         """Whether `due` has anything to decide: asked at every cut, where a save is possible and where it is not."""
-        if trainer.world_size > 1 or self._has_tiers or self._is_owed:
+        if trainer.world_size > 1 or self._has_tiers or self._owed:
             return True
         num_steps = trainer.global_step - self._due_from[0]
         return self._cadence.is_due(num_steps, time.monotonic() - self._due_from[1])
@@ -106,13 +108,16 @@ class Saver:
             if not is_due:
                 self._due_from = step, time.monotonic()
         is_archived = is_crossed(self._settings.archive_every_n_train_steps, self._seen_step, step)
-        if is_due or is_archived or self._is_owed:
+        if is_due or is_archived:
             return "full"
-        return (
-            "weights"
-            if is_crossed(self._settings.save_weights_only_every_n_train_steps, self._seen_step, step)
-            else None
-        )
+        if is_crossed(self._settings.save_weights_only_every_n_train_steps, self._seen_step, step):
+            return self._owed or "weights"
+        return self._owed or None
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether a save was given up, and is to be made again where the next can be: at the end, if nowhere else."""
+        return bool(self._owed)
 
     @property
     def may_wait(self) -> bool:
@@ -174,13 +179,14 @@ class Saver:
         if failure is not None:
             self._fail(path, failure, must_succeed=must_succeed)
             return
+        if kind in ("full", self._owed):
+            self._owed = ""
         if kind == "full":
-            self._is_owed = False
             self._has_saved |= trainer.global_step > 0
-            self._saved_step = trainer.global_step
+            self._step_before, self._saved_step = self._saved_step, trainer.global_step
         seconds = time.monotonic() - begun
         if in_background:
-            self._in_flight, self._stall_seconds = path, seconds
+            self._in_flight, self._kind, self._stall_seconds = path, kind, seconds
         elif kind == "full":
             self.last_path = path
             self._compare_with_notice(trainer, seconds)
@@ -218,7 +224,7 @@ class Saver:
             return
         self._saved_step = -1  # the end of training tries again
         if isinstance(error, StaleCopyError):
-            self._is_owed = True
+            self._owed = self._kind
             rank_zero_info(f"{error}: saving at the next step instead.")
             return
         if not isinstance(error, ResumeError | OSError):
@@ -235,6 +241,7 @@ class Saver:
         if outcome.error is None:
             self.last_path = path
         else:
+            self._saved_step = self._step_before  # the exception's own save tries again
             warnings.warn(
                 f"The save {path!r} FAILED; earlier checkpoints are untouched.\n{outcome.error}", stacklevel=2
             )

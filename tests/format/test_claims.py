@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hidden_changes import HIDDEN, HIDDEN_CHANGES
 from test_images import FROZEN, adapted, inode, is_saved
 from torch import nn
 
@@ -16,8 +17,6 @@ from lightning_resume.format.claims import StaleCopyError
 from lightning_resume.format.image import Image
 from lightning_resume.format.memory import compare_memory
 from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
-
-HIDDEN = 1_000_003  # an item of the frozen weight that no sample looks at
 
 
 def cut(path: Path, model: nn.Module, place: Image) -> PreparedCheckpoint:
@@ -34,31 +33,6 @@ def saved_twice(folder: Path) -> tuple[nn.ModuleDict, Image]:
     for number in (1, 2):
         cut(folder / str(number), model, place).commit()
     return model, place
-
-
-def change_by_data(weight: nn.Parameter) -> None:
-    weight.data.view(-1)[HIDDEN] += 1
-
-
-def change_by_numpy(weight: nn.Parameter) -> None:
-    weight.detach().numpy().reshape(-1)[HIDDEN] += 1
-
-
-def change_by_storage(weight: nn.Parameter) -> None:
-    weight.untyped_storage()[4 * HIDDEN] ^= 1
-
-
-def change_by_fused_optimizer(weight: nn.Parameter) -> None:
-    weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW([weight], fused=True, weight_decay=0.0)
-    weight.grad = torch.zeros_like(weight)
-    weight.grad.view(-1)[HIDDEN] = 1.0
-    optimizer.step()
-    weight.requires_grad_(False)
-    weight.grad = None
-
-
-HIDDEN_CHANGES = [change_by_data, change_by_numpy, change_by_storage, change_by_fused_optimizer]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -152,3 +126,19 @@ def test_tensors_without_a_version_are_compared_at_once(tmp_path: Path) -> None:
     save(paths[2])
 
     assert inode(paths[0] / FROZEN) == inode(paths[1] / FROZEN) != inode(paths[2] / FROZEN)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.numpy, torch.Tensor.tolist], ids=["array", "list"])
+def test_frozen_weights_that_are_no_tensors_are_compared_at_once(
+    convert: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """A hook of a state dict may hand out something else."""
+    weights, place = {"base": convert(torch.ones(3 * 2**20)), "trained": torch.zeros(2)}, Image()
+
+    for number in "123":
+        checkpoint = prepare_checkpoint(tmp_path / number, {"state_dict": weights}, frozen=["base"])
+        checkpoint.copy_into(place, compare_later=True)
+        checkpoint.commit()
+
+    assert inode(tmp_path / "1" / FROZEN) == inode(tmp_path / "3" / FROZEN)
+    assert (tmp_path / "3" / FROZEN).stat().st_size > 12 * 2**20

@@ -208,6 +208,31 @@ def test_a_tensor_whose_memory_is_gone_is_refused(tmp_path: Path) -> None:
         prepare_checkpoint(tmp_path / "c", freed, plans=cache).copy_into(Image())
 
 
+def comes_back_shorter(tensor: torch.Tensor) -> bool:
+    """Resizes a tensor's storage twice; whether it lies where it lay, and is too small for the tensor."""
+    address, num_bytes = tensor.data_ptr(), tensor.nbytes
+    tensor.untyped_storage().resize_(2 * num_bytes)
+    tensor.untyped_storage().resize_(num_bytes - 4)
+    return tensor.data_ptr() == address
+
+
+def test_a_storage_that_comes_back_shorter_to_its_address_is_refused(tmp_path: Path) -> None:
+    """Reading on would save what lies behind it, of something else."""
+    fences = []
+    for number in range(100):
+        cache, weights = PlanCache(), {"weight": torch.randn(1000)}
+        fences.append((weights, torch.randn(1000)))  # kept: the next one lies elsewhere
+        for step in range(2):
+            prepare_checkpoint(tmp_path / f"{number}-{step}", {"state_dict": weights}, plans=cache)
+        if comes_back_shorter(weights["weight"]):
+            break
+    else:
+        pytest.skip("no storage came back to its address")
+
+    with pytest.raises(UnsupportedStateError, match=r"state_dict\.weight"):
+        prepare_checkpoint(tmp_path / "c", {"state_dict": weights}, plans=cache)
+
+
 def freed(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor, its memory given back."""
     tensor.untyped_storage().resize_(0)
@@ -310,6 +335,36 @@ def test_rows_serve_another_size_of_blocks_too(monkeypatch: Any, tmp_path: Path)
 
     assert is_planned(cache, value, tmp_path)
     assert is_planned(cache, value, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.arange(6.0),
+        lambda: [float(number) for number in range(600)],
+        lambda: bytearray(2000),
+    ],
+    ids=["array", "packed list", "bytearray"],
+)
+def test_data_that_comes_to_be_shared_stays_shared(make: Callable[[], Any], tmp_path: Path) -> None:
+    """What was two objects of equal contents, and is one under two names now, is one in the files."""
+    cache, one = PlanCache(), make()
+    weights = {"weight": torch.randn(2)}
+
+    is_planned(cache, {"state_dict": weights, "first": make(), "second": make()}, tmp_path)
+    used = is_planned(cache, {"state_dict": weights, "first": one, "second": one}, tmp_path)
+
+    assert not used
+
+
+def test_a_name_that_is_written_as_a_tag_makes_no_difference(tmp_path: Path) -> None:
+    """A top-level key, or an attribute, that is called as the mark of a node is."""
+    cache, named = PlanCache(), OrderedDict(weight=torch.randn(2))
+    vars(named).update({"$": 0, "v": [1]})
+
+    for _ in range(2):
+        is_planned(cache, {"state_dict": {"weight": torch.randn(2)}, "$": 1, "v": [1, 2, 3]}, tmp_path)
+        is_planned(cache, {"state_dict": named}, tmp_path)
 
 
 def test_texts_of_a_state_are_never_taken_for_marks(tmp_path: Path) -> None:

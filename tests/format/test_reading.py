@@ -184,3 +184,13 @@ def test_a_doubled_key_does_not_hide_behind_colons(text: str) -> None:
     """Colons in texts, white space before a colon, what stands under the first of the two."""
     with pytest.raises(ValueError, match="the key 'a' stands twice"):
         parse_json(text.encode())
+
+
+@pytest.mark.parametrize("num_items", [3, 2**18])
+def test_what_was_read_can_be_resized(num_items: int, tmp_path: Path) -> None:
+    """As any tensor of one's own, whatever its size: numpy forbids it for what it has seen."""
+    write_checkpoint(tmp_path / "ck", {"state_dict": {"weight": torch.ones(num_items)}})
+
+    weight = read_checkpoint(tmp_path / "ck")["state_dict"]["weight"]
+
+    assert weight.resize_(2 * num_items).numel() == 2 * num_items

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 from toy import Job, run, saved_steps, step_dir
 
 from lightning_resume import read_checkpoint
+from lightning_resume.plugin.history import LossHistory
 
 
 def logged_rows(folder: Path) -> list[dict[str, str]]:
@@ -65,3 +67,12 @@ def test_the_loss_history_of_a_job_killed_three_times_is_one_curve(tmp_path: Pat
     for step in saved_steps(resumed.folder):
         saved = history_on_disk(resumed.folder, step)
         assert saved == {"steps": history["steps"][:step], "losses": history["losses"][:step]}
+
+
+def test_losses_are_kept_on_the_cpu_whatever_the_default_device() -> None:
+    """A history that is made, or written out, where tensors are made elsewhere by default."""
+    with torch.device("meta"):
+        history = LossHistory()
+    history.note(1, torch.tensor(0.5))
+
+    assert history.losses.tolist() == [0.5]

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from held_writer import HeldWriter
+from hidden_changes import HIDDEN_CHANGES, change_by_data
 from inprocess import loader, make_trainer, plugin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from test_claims import HIDDEN_CHANGES
 from torch import Tensor, nn
 from toy import digest, saved_steps, step_dir
 
-from lightning_resume import read_checkpoint
+from lightning_resume import read_checkpoint, scan_checkpoints
+from lightning_resume.plugin import recall
 
 
 class Adapted(LightningModule):
@@ -70,3 +71,66 @@ def test_a_frozen_weight_that_changes_is_saved_as_it_was_at_each_step(
     given_up = set(range(17)) - set(steps)
     assert given_up
     assert given_up <= {5, 6}
+
+
+class FailsIn(Callback):
+    """Fails in the backward pass that follows a step."""
+
+    def __init__(self, after_step: int) -> None:
+        self.after_step = after_step
+
+    def on_before_backward(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.after_step:
+            raise RuntimeError("out of luck")
+
+
+def test_an_exception_behind_a_save_that_is_given_up_saves_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save in flight is found to be wrong when training has ended: the last whole step is saved all the same."""
+    monkeypatch.setattr(recall, "CREDIT_SECONDS", 60.0)
+    resume = plugin(tmp_path / "ck")
+
+    def change(weight: nn.Parameter) -> None:
+        resume._saver.wait()  # for the save before, which is right then
+        change_by_data(weight)
+
+    note = ChangeAndNote(change, after_step=6)
+    trainer = make_trainer(tmp_path, note, resume, FailsIn(after_step=6))
+
+    with pytest.warns(UserWarning, match="changed while step-0+6 was"), pytest.raises(RuntimeError, match="of luck"):
+        trainer.fit(Adapted(), loader())
+
+    assert saved_steps(tmp_path / "ck") == [0, 1, 2, 3, 4, 5, 6]
+    assert digest(read_checkpoint(step_dir(tmp_path / "ck", 6))["state_dict"]) == note.digests[6]
+
+
+def given_up(folder: Path, after_step: int, **settings: Any) -> dict[int, str]:
+    """Kind of each checkpoint of a run in which the save of a step is given up; all are what they should be."""
+    resume = plugin(folder, **settings)
+
+    def change(weight: nn.Parameter) -> None:
+        resume._saver.wait()
+        change_by_data(weight)
+
+    note = ChangeAndNote(change, after_step)
+    make_trainer(folder.parent, note, resume).fit(Adapted(), loader())
+    infos = {int(info.path.name.removeprefix("step-")): info for info in scan_checkpoints(folder)}
+    saved = {step: digest(read_checkpoint(info.path)["state_dict"]) for step, info in infos.items()}
+    assert saved == {step: note.digests[step] for step in saved}
+    return {step: str(info.kind) for step, info in sorted(infos.items())}
+
+
+def test_a_last_save_that_is_given_up_is_made_at_the_end(tmp_path: Path) -> None:
+    """Also where the end by itself is not to be saved: there is no next step."""
+    saved = given_up(tmp_path / "ck", 15, every_n_train_steps=5, save_on_train_end=False)
+
+    assert list(saved) == [0, 5, 10, 16]
+
+
+def test_weights_alone_that_are_given_up_are_saved_at_the_next_step(tmp_path: Path) -> None:
+    """As weights alone, which nothing prunes."""
+    tiers = {"every_n_train_steps": 100, "save_weights_only_every_n_train_steps": 4}
+    saved = given_up(tmp_path / "ck", 12, **tiers, save_on_train_end=False)
+
+    assert saved == {0: "full", 4: "weights", 8: "weights", 13: "weights"}
