@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from toy import digest, saved_steps, step_dir
 
-from lightning_resume import read_checkpoint, scan_checkpoints
+from lightning_resume import AtomicResumeCallback, read_checkpoint, scan_checkpoints
 from lightning_resume.plugin import recall
 
 
@@ -105,16 +105,22 @@ def test_an_exception_behind_a_save_that_is_given_up_saves_the_step(
     assert digest(read_checkpoint(step_dir(tmp_path / "ck", 6))["state_dict"]) == note.digests[6]
 
 
+class WaitForSaves(Callback):
+    """Ends no batch before the save that was begun ahead of it is over."""
+
+    def __init__(self, resume: AtomicResumeCallback) -> None:
+        self.resume = resume
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.resume._saver.wait()
+
+
 def given_up(folder: Path, after_step: int, **settings: Any) -> dict[int, str]:
     """Kind of each checkpoint of a run in which the save of a step is given up; all are what they should be."""
     resume = plugin(folder, **settings)
 
-    def change(weight: nn.Parameter) -> None:
-        resume._saver.wait()
-        change_by_data(weight)
-
-    note = ChangeAndNote(change, after_step)
-    make_trainer(folder.parent, note, resume).fit(Adapted(), loader())
+    note = ChangeAndNote(change_by_data, after_step)
+    make_trainer(folder.parent, WaitForSaves(resume), note, resume).fit(Adapted(), loader())
     infos = {int(info.path.name.removeprefix("step-")): info for info in scan_checkpoints(folder)}
     saved = {step: digest(read_checkpoint(info.path)["state_dict"]) for step, info in infos.items()}
     assert saved == {step: note.digests[step] for step in saved}
