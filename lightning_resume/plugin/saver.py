@@ -298,7 +298,7 @@ class Saver:
 
         def job() -> None:
             check()
-            retention.make_room(prepared.num_bytes, run_id, newest)
+            retention.make_room(prepared.image_bytes, run_id, newest)  # a page is a block
             prepared.commit(num_threads, self._kept)
             retention.prune(run_id, prepared.path)  # only now: nothing is deleted before its successor is durable
 
