@@ -322,14 +322,18 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._signals.install(trainer)
 
     def _heed_signals(self, trainer: Trainer) -> None:
-        self._signals.heed(trainer, lambda: self._save_if_new(trainer, "cut"), lambda: self._at("cut"))
+        def save() -> str:
+            self._save_if_new(trainer, "cut")
+            return self._saver.newest_in_words(trainer)
+
+        self._signals.heed(trainer, save, lambda: self._at("cut"))
 
     def _after_run(self, trainer: Trainer) -> None:
         """Training has ended, and what it was to save is saved: a signal that came since the last cut is heeded."""
         if self not in loops.callbacks(trainer):
             return
         if self.settings.save_on_signal and (self._signals.may_be_noted(trainer) or trainer.world_size > 1):
-            self._signals.heed(trainer, lambda: None, lambda: self._at("end"))
+            self._signals.heed(trainer, lambda: self._saver.newest_in_words(trainer), lambda: self._at("end"))
         self._signals.remove()
 
     def _before_epoch_end(self, trainer: Trainer) -> None:

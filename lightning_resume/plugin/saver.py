@@ -97,6 +97,12 @@ class Saver:
         """Optimizer steps since the last full save that is known to be on disk; `settle` or `finish` come first."""
         return int(trainer.global_step - self._saved_step)
 
+    def newest_in_words(self, trainer: Trainer) -> str:
+        """Where this step is saved; or that it is not, and which checkpoint is the newest. Like `steps_since_save`."""
+        if self.last_path and self.steps_since_save(trainer) == 0:
+            return f"saved in {self.last_path!r}"
+        return f"not saved: the newest checkpoint is {self.last_path!r}" if self.last_path else "no checkpoint is saved"
+
     def may_be_due(self, trainer: Trainer) -> bool:
         """Whether `due` has anything to decide: asked at every cut, where a save is possible and where it is not."""
         if trainer.world_size > 1 or self._has_tiers or self._is_owed:
