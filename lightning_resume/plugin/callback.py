@@ -387,7 +387,7 @@ class AtomicResumeCallback(ModelCheckpoint):
                     exception,
                     recall=self._recall,
                     saver=self._saver,
-                    save=lambda amend: self._save(trainer, "cut", amend=amend),
+                    save=lambda amend: self._save(trainer, "cut", amend=amend, must_succeed=True),
                     own=self,
                     refusal="it was interrupted twice" if self._signals.is_impatient else "",
                 )

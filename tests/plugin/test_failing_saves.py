@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from toy import saved_steps, step_dir
 
 from lightning_resume import CheckpointWriteError, UnsupportedStateError, scan_checkpoints, verify_checkpoint
+from lightning_resume.plugin import recall
 
 FAULTS = {"write": errno.ENOSPC, "fsync": errno.EIO, "rename": errno.EACCES, "mkdir": errno.EDQUOT}
 
@@ -217,6 +218,22 @@ def test_steps_to_be_trained_again_are_counted_from_the_disk(
     assert f"newest checkpoint:          'step-{good:08d}'\n" in text
     assert text.endswith(f"steps to be trained again:  {num_steps - good}")
     assert saved_steps(tmp_path / "ck") == sorted({0, good})
+
+
+def test_a_last_save_that_fails_is_told_with_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ends training on a full disk: one warning, which does not say that training goes on."""
+    monkeypatch.setattr(recall, "CREDIT_SECONDS", 60.0)
+    stop = Callback()
+    stop.on_before_backward = lambda trainer, *args: StopAfter(1).on_train_batch_end() if trainer.global_step else None
+    faults = Faults(monkeypatch.setattr, "write", {1})
+    callback = plugin(tmp_path / "ck", every_n_train_steps=3)
+
+    with pytest.warns(UserWarning, match="ended training") as warned, pytest.raises(Stop):
+        make_trainer(tmp_path, faults, stop, callback).fit(NotedToy(), loader())
+
+    (text,) = [str(warning.message) for warning in warned if "No space left" in str(warning.message)]
+    assert "its last whole step is not saved: saving failed: CheckpointWriteError: " in text
+    assert text.endswith("  newest checkpoint:          'step-00000000'\n  steps to be trained again:  1")
 
 
 def test_a_failed_background_save_is_made_again_before_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
