@@ -265,7 +265,7 @@ def _look_into(path: Path, verify: bool) -> CheckpointInfo:
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and _is_foreign_index(path):
             return CheckpointInfo(path, "foreign", "a directory with another kind of index.json")
-        return CheckpointInfo(path, "corrupt", _one_line(error))
+        return CheckpointInfo(path, "corrupt", in_one_line(error))
 
 
 def _describe(path: Path, index: CheckpointIndex) -> CheckpointInfo:
@@ -297,7 +297,7 @@ def _is_foreign_index(path: Path) -> bool:
     return not (isinstance(schema, str) and schema.startswith("lightning-resume"))
 
 
-def _one_line(error: CheckpointError) -> str:
+def in_one_line(error: CheckpointError) -> str:
     """The message without its path, in one line."""
     if isinstance(error, CorruptCheckpointError):
         return f"{error.file}: expected {error.expected}, found {error.found}"

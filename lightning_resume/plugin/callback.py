@@ -27,7 +27,7 @@ from lightning_resume.plugin.checkpoint_io import RANK_STATES, STATE_KEY, Atomic
 from lightning_resume.plugin.circumstances import capture_circumstances, look_at_beginning
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import look_at_data, trainer_identity
-from lightning_resume.plugin.last import find_last, timeline_after, warn_of_bad
+from lightning_resume.plugin.last import Last, find_last, path_to_load, timeline_after, warn_of_bad
 from lightning_resume.plugin.optimizers import describe_optimizers
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
@@ -143,6 +143,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._signals = Signals()
         self._recall = Recall()
         self._moment = "hook"
+        self._last: Last | None = None  # since Lightning has asked for it, until training begins
         self._resume: dict[str, Any] | None = None
         self._resumed_from: str | None = None
         self._has_begun = False
@@ -163,10 +164,12 @@ class AtomicResumeCallback(ModelCheckpoint):
     # -- finding and reading ----------------------------------------------------------------------------------------
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        self._last = None
         if loops.is_dry_run(trainer):
             rank_zero_info("fast_dev_run neither saves nor resumes.")
             return set()
-        return find_last(self._folder(trainer), loops.last_of_others(trainer, self))
+        self._last = find_last(self._folder(trainer), loops.last_of_others(trainer, self))
+        return {self._last.path} if self._last is not None else set()
 
     def _folder(self, trainer: Trainer) -> str:
         if self.dirpath is None:
@@ -199,7 +202,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             trainer.global_rank,
             trainer.world_size,
             lambda path, state: self._before_restore(trainer, path, state),
-            agree=lambda path: decide(trainer, path),
+            agree=lambda path: path_to_load(trainer, self._folder(trainer), path, self._last),
             may_change_world_size=self._item_seed is not None,
         )
         self._resume, self._resumed_from, self._has_begun, self._has_gone_back = None, None, False, False
@@ -253,7 +256,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._optimizers, self._beginning = describe_optimizers(trainer), look_at_beginning(trainer)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
             clean_incomplete(self._folder(trainer))
-            warn_of_bad(self._folder(trainer))
+            warn_of_bad(self._folder(trainer), self._last.told if self._last is not None else ())
+        self._last = None
         if self._resume is not None:
             resuming.restore_early(trainer, self._resume, self._optimizers)
         if trainer.is_global_zero and not loops.is_dry_run(trainer):
@@ -322,14 +326,18 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._signals.install(trainer)
 
     def _heed_signals(self, trainer: Trainer) -> None:
-        self._signals.heed(trainer, lambda: self._save_if_new(trainer, "cut"), lambda: self._at("cut"))
+        def save() -> str:
+            self._save_if_new(trainer, "cut")
+            return self._saver.newest_in_words(trainer)
+
+        self._signals.heed(trainer, save, lambda: self._at("cut"))
 
     def _after_run(self, trainer: Trainer) -> None:
         """Training has ended, and what it was to save is saved: a signal that came since the last cut is heeded."""
         if self not in loops.callbacks(trainer):
             return
         if self.settings.save_on_signal and (self._signals.may_be_noted(trainer) or trainer.world_size > 1):
-            self._signals.heed(trainer, lambda: None, lambda: self._at("end"))
+            self._signals.heed(trainer, lambda: self._saver.newest_in_words(trainer), lambda: self._at("end"))
         self._signals.remove()
 
     def _before_epoch_end(self, trainer: Trainer) -> None:
@@ -382,11 +390,12 @@ class AtomicResumeCallback(ModelCheckpoint):
                     exception,
                     recall=self._recall,
                     saver=self._saver,
-                    save=lambda amend: self._save(trainer, "cut", amend=amend),
+                    save=lambda amend: self._save(trainer, "cut", amend=amend, must_succeed=True),
                     own=self,
                     refusal="it was interrupted twice" if self._signals.is_impatient else "",
                 )
         finally:
+            self._last = None
             self._signals.leave(trainer)
             self._leave_folder()  # Lightning does not call teardown now
 

@@ -6,22 +6,43 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_resume.catalog import CheckpointInfo, place_in_run, scan_checkpoints, step_checkpoints
-from lightning_resume.errors import CheckpointError, NoGoodCheckpointError
+from lightning_resume.catalog import CheckpointInfo, in_one_line, place_in_run, scan_checkpoints, step_checkpoints
+from lightning_resume.errors import CheckpointError, NoGoodCheckpointError, ResumeError
 from lightning_resume.format.index import CheckpointIndex
 from lightning_resume.format.verify import verify_checkpoint
+from lightning_resume.plugin import loops
+from lightning_resume.plugin.ranks import decide
+
+MAX_LOOKS = 3  # at a folder in which somebody else prunes; whether he may is asked afterwards, with the folder's lock
 
 
-def find_last(folder: str, others: Collection[str]) -> set[str]:
-    """The newest good checkpoint in `folder`, by timeline and step; an empty set and one info line where there is none.
+@dataclass(frozen=True)
+class Last:
+    """What "last" is, as long as nobody else saves or prunes.
+
+    Attributes:
+        path: of the newest good checkpoint.
+        listed: what it was chosen from.
+        told: names of bad ones of which was told.
+    """
+
+    path: str
+    listed: tuple[CheckpointInfo, ...]
+    told: frozenset[str] = frozenset()
+
+
+def find_last(folder: str, others: Collection[str]) -> Last | None:
+    """The newest good checkpoint in `folder`, by timeline and step; None and one info line where there is none.
 
     Each candidate is verified in full, the newest first. Those that fail are passed over with a warning that names
-    them, what is wrong, and what is taken instead.
+    them, what is wrong, and what is taken instead. Where one vanishes meanwhile it is begun anew; if that happens again
+    and again, the newest is taken as it is, since loading verifies it too.
 
     Args:
         folder: where this callback saves.
@@ -30,30 +51,101 @@ def find_last(folder: str, others: Collection[str]) -> set[str]:
     Raises:
         NoGoodCheckpointError: there are checkpoints, but only bad ones.
     """
+    for _ in range(MAX_LOOKS):
+        try:
+            last = _look(folder)
+            if last is not None:
+                _make_newest(last.path, others)
+        except FileNotFoundError:
+            continue
+        if last is None and not others:
+            # Lightning would warn that there is none; for a first start that is what is expected.
+            expected = re.escape('.fit(ckpt_path="last") is set, but there is no last checkpoint')
+            warnings.filterwarnings("ignore", message=expected)
+            rank_zero_info(f"No checkpoint in {folder!r} yet: training starts from scratch.")
+        return last
+    listed = tuple(step_checkpoints(folder))
+    return Last(os.fspath(listed[-1].path), listed) if listed else None
+
+
+def path_to_load(trainer: Trainer, folder: str, path: str, last: Last | None) -> str:
+    """What is loaded, now that the folder is this run's alone. All ranks must call, and are given the same.
+
+    Another process may have saved and pruned since "last" was chosen, before it left the folder.
+
+    Args:
+        trainer: about to load.
+        folder: where this callback saves.
+        path: chosen by Lightning.
+        last: what this callback has answered to "last", if it was asked.
+
+    Raises:
+        NoGoodCheckpointError: the other process has left nothing good; on every rank.
+    """
+    chosen: str | ResumeError = path
+    if last is not None and path == last.path and trainer.is_global_zero:
+        try:
+            chosen = _newest_now(folder, last)
+        except ResumeError as error:
+            chosen = error
+    chosen = decide(trainer, chosen)
+    if isinstance(chosen, ResumeError):
+        raise chosen
+    if chosen != path:
+        loops.note_path(trainer, chosen)
+    return chosen
+
+
+def _newest_now(folder: str, last: Last) -> str:
+    if tuple(step_checkpoints(folder)) == last.listed:
+        return last.path
+    again = find_last(folder, ())
+    if again is None or again.path == last.path:
+        return last.path
+    rank_zero_info(f"Another process has saved to {folder!r} meanwhile: resuming from {again.path!r}.")
+    return again.path
+
+
+def _look(folder: str) -> Last | None:
+    """Verifies the candidates, the newest first; FileNotFoundError if one vanishes meanwhile."""
     # What a kill in the middle of a save leaves is hidden; everything else was good once, or should have been.
     found = [info for info in scan_checkpoints(folder) if not info.path.name.startswith(".")]
     bad = [info for info in found if info.status in ("corrupt", "incomplete") or _is_link_to_step(info)]
-    for candidate in reversed(step_checkpoints(folder)):
+    listed = tuple(step_checkpoints(folder))
+    for candidate in reversed(listed):
         try:
             verify_checkpoint(candidate.path)
         except CheckpointError as error:
-            bad.append(replace(candidate, status="corrupt", reason=str(error).replace("\n", " ")))
+            _require_still_there(candidate)
+            bad.append(replace(candidate, status="corrupt", reason=in_one_line(error)))
         else:
-            path = os.fspath(candidate.path)
-            newer = [str(info) for info in bad if _step_of(info) > (candidate.global_step or 0)]
-            if newer:
-                rank_zero_warn(f"{candidate.path.name} in {folder!r} is resumed from, the newer ones are bad: {newer}")
-            _make_newest(path, others)
-            return {path}
+            newer = [info for info in bad if _step_of(info) > (candidate.global_step or 0)]
+            _tell_of_newer(folder, candidate, newer)
+            return Last(os.fspath(candidate.path), listed, frozenset(info.path.name for info in newer))
+    for info in bad:
+        _require_still_there(info)
     if bad:
         raise NoGoodCheckpointError(folder, bad)
-    if others:
-        return set()
-    # Lightning would warn that there is none; for a first start that is what is expected.
-    expected = re.escape('.fit(ckpt_path="last") is set, but there is no last checkpoint')
-    warnings.filterwarnings("ignore", message=expected)
-    rank_zero_info(f"No checkpoint in {folder!r} yet: training starts from scratch.")
-    return set()
+    return None
+
+
+def _require_still_there(info: CheckpointInfo) -> None:
+    try:
+        os.lstat(info.path)
+    except FileNotFoundError:
+        raise
+    except OSError:  # it is there, and may not be looked at
+        return
+
+
+def _tell_of_newer(folder: str, candidate: CheckpointInfo, newer: Sequence[CheckpointInfo]) -> None:
+    if newer:
+        headline = f"{candidate.path.name} in {folder!r} is resumed from: what is newer is bad, and is passed over."
+        lines = [f"  {info}" for info in newer]
+        remedy = (
+            f"Training repeats the steps after it. Look at them with: lightning-resume verify {shlex.quote(folder)}"
+        )
+        rank_zero_warn("\n".join([headline, *lines, remedy]))
 
 
 def _step_of(info: CheckpointInfo) -> int:
@@ -88,13 +180,13 @@ def timeline_after(folder: str, index: CheckpointIndex) -> int:
     return 1 + max(info.timeline or 0 for info in run)
 
 
-def warn_of_bad(folder: str) -> None:
+def warn_of_bad(folder: str, told: Collection[str]) -> None:
     """Tells of what looks like a checkpoint and is none: by index and sizes, without reading the data.
 
-    What is left of a cut short save is hidden, and nothing to tell of.
+    What is left of a cut short save is hidden, and nothing to tell of; nor is what was `told` of already.
     """
-    bad = [str(info) for info in scan_checkpoints(folder) if info.status in ("corrupt", "incomplete")]
-    bad = [text for text in bad if not text.startswith(".")]
+    found = [info for info in scan_checkpoints(folder) if info.status in ("corrupt", "incomplete")]
+    bad = [str(info) for info in found if not info.path.name.startswith(".") and info.path.name not in told]
     if bad:
         rank_zero_warn(
             f"{folder!r} holds {len(bad)} that cannot be resumed from: {'; '.join(bad)}. "

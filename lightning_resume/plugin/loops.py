@@ -35,6 +35,11 @@ def is_dry_run(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
+def note_path(trainer: Trainer, path: str) -> None:
+    """Another checkpoint than the one that Lightning chose is loaded: what it says from now on is true of this one."""
+    trainer._checkpoint_connector._ckpt_path = path
+
+
 def last_of_others(trainer: Trainer, callback: Callback) -> set[str]:
     """What the other checkpoint callbacks answer to `ckpt_path="last"`."""
     others = [c for c in callbacks(trainer) if isinstance(c, ModelCheckpoint) and c is not callback]

@@ -13,10 +13,19 @@ from lightning_resume.catalog import CheckpointInfo, newest_verified, prune_chec
 from lightning_resume.errors import ResumeError
 from lightning_resume.policy import archived, to_prune
 
-SPARE_BYTES = 4 * 2**20
-"""Of free space beyond a checkpoint's data: its index, and the unused ends of blocks."""
+SPARE_BYTES = 2**16
+SPARE_SHARE = 100
 
 Place = tuple[int, int]
+
+
+def spare_bytes(num_bytes: int) -> int:
+    """Of free space beyond a checkpoint's data: its index, its directory, and the file system's own maps of blocks.
+
+    The index is some KiB, the directory one block, the maps are far below the hundredth part; the unused ends of the
+    files' last blocks are no part of it.
+    """
+    return SPARE_BYTES + num_bytes // SPARE_SHARE
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Retention:
         then it warns, with both numbers.
 
         Args:
-            num_bytes: size of the checkpoint to be.
+            num_bytes: size of the checkpoint to be, each file in whole blocks.
             run_id: of the run.
             newest: the checkpoint that this process has saved or resumed from, and so knows to be good; it stays, and
                 the newest stays. Without it the newest one that passes a full verification stays.
@@ -70,7 +79,8 @@ class Retention:
         Returns:
             Whether there is enough space.
         """
-        needed = num_bytes + SPARE_BYTES
+        spare = spare_bytes(num_bytes)
+        needed = num_bytes + spare
         try:
             free = shutil.disk_usage(self.folder).free
             if free >= needed:
@@ -85,8 +95,9 @@ class Retention:
             warnings.warn(f"deleted {names} in {self.folder!r} to make room for a new checkpoint", stacklevel=2)
         if free < needed:
             warnings.warn(
-                f"a checkpoint needs {needed:,} bytes, but {self.folder!r} has {free:,} bytes of free space, and no "
-                "older checkpoints whose deletion would be enough: free some space",
+                f"a checkpoint needs {num_bytes:,} bytes, and {spare:,} for its index and directory, but "
+                f"{self.folder!r} has {free:,} bytes of free space, and no older checkpoints whose deletion would be "
+                "enough: free some space",
                 stacklevel=2,
             )
         return free >= needed
@@ -124,5 +135,5 @@ def _freed_bytes(paths: Collection[Path]) -> Iterator[int]:
             inode = status.st_dev, status.st_ino
             names_left[inode] = names_left.get(inode, status.st_nlink) - 1
             if names_left[inode] == 0:
-                freed += status.st_size
+                freed += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
         yield freed

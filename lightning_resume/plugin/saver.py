@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,6 +29,20 @@ from lightning_resume.plugin.ranks import decide
 from lightning_resume.plugin.retention import Retention
 from lightning_resume.policy import DEFAULT_INTERVAL_SECONDS, Cadence, is_crossed, stretched_interval
 from lightning_resume.writer import BackgroundWriter
+
+
+class InFlight(NamedTuple):
+    """A save that is being written.
+
+    Attributes:
+        path: of the checkpoint to be.
+        global_step: to be saved by it; None where it is of the weights alone.
+        stall_seconds: for which training has stopped.
+    """
+
+    path: str
+    global_step: int | None
+    stall_seconds: float
 
 
 class Saver:
@@ -54,14 +68,11 @@ class Saver:
         self._plans = PlanCache()
         self._kept: dict[str, KeptFile] = {}  # what the last save without an image has left, to be linked
         self._due_from = 0, 0.0  # step and time of the last save, also of one that failed
-        self._saved_step = 0  # of the last one that succeeded, or is in flight
-        self._step_before = 0  # of the last one that is known to have succeeded, while another is in flight
+        self._saved_step = 0  # of the last full one that is known to be on disk: not of one in flight, which may fail
         self._seen_step = 0  # at the last cut
-        self._in_flight = ""
+        self._in_flight: InFlight | None = None
         self._has_memory = False
         self._told_of_notice = False
-        self._stall_seconds = 0.0  # of the save in flight
-        self._kind = "full"  # of the save in flight
         self._owed = ""  # kind of one that was given up, and is to be made again at once
         self._has_saved = False  # with what the first optimizer step adds to the state
 
@@ -83,8 +94,14 @@ class Saver:
             self._retention(os.path.dirname(last_path)).prune(run_id, last_path)
 
     def steps_since_save(self, trainer: Trainer) -> int:
-        """Optimizer steps since the last save that succeeded or is in flight."""
+        """Optimizer steps since the last full save that is known to be on disk; `settle` or `finish` come first."""
         return int(trainer.global_step - self._saved_step)
+
+    def newest_in_words(self, trainer: Trainer) -> str:
+        """Where this step is saved; or that it is not, and which checkpoint is the newest. Like `steps_since_save`."""
+        if self.last_path and self.steps_since_save(trainer) == 0:
+            return f"saved in {self.last_path!r}"
+        return f"not saved: the newest checkpoint is {self.last_path!r}" if self.last_path else "no checkpoint is saved"
 
     def may_be_due(self, trainer: Trainer) -> bool:
         """Whether `due` has anything to decide: asked at every cut, where a save is possible and where it is not."""
@@ -183,12 +200,12 @@ class Saver:
             self._owed = ""
         if kind == "full":
             self._has_saved |= trainer.global_step > 0
-            self._step_before, self._saved_step = self._saved_step, trainer.global_step
         seconds = time.monotonic() - begun
+        save = InFlight(path, trainer.global_step if kind == "full" else None, seconds)
         if in_background:
-            self._in_flight, self._kind, self._stall_seconds = path, kind, seconds
+            self._in_flight = save
         elif kind == "full":
-            self.last_path = path
+            self._note_saved(save)
             self._compare_with_notice(trainer, seconds)
         if in_background == self._settings.async_save:
             self._stretch(seconds)
@@ -210,41 +227,41 @@ class Saver:
         Raises:
             BackgroundSaveError: it failed in a way that no file system fails.
         """
-        path, self._in_flight = self._in_flight, ""
-        if not path:
-            self._writer.wait()  # for memory that is being made ready
-            self._writer.collect()
-            return
-        self._writer.wait()
+        self._writer.wait()  # also for memory that is being made ready; an exception here leaves the save in flight
+        save, self._in_flight = self._in_flight, None
         outcome = self._writer.collect()
+        if save is None:
+            return
         error = decide(trainer, outcome.error if outcome else None)
         if error is None:
-            self.last_path = path
-            self._compare_with_notice(trainer, self._stall_seconds + (outcome.seconds if outcome else 0.0))
+            self._note_saved(save)
+            self._compare_with_notice(trainer, save.stall_seconds + (outcome.seconds if outcome else 0.0))
             return
-        self._saved_step = -1  # the end of training tries again
         if isinstance(error, StaleCopyError):
-            self._owed = self._kind
+            self._owed = "weights" if save.global_step is None else "full"
             rank_zero_info(f"{error}: saving at the next step instead.")
             return
         if not isinstance(error, ResumeError | OSError):
-            raise BackgroundSaveError(path, f"{type(error).__name__}: {error}") from error
-        self._fail(path, error)
+            raise BackgroundSaveError(save.path, f"{type(error).__name__}: {error}") from error
+        self._fail(save.path, error)
 
     def finish(self) -> None:
         """Waits for the save in flight when an exception ends training; asks no other rank."""
-        path, self._in_flight = self._in_flight, ""
         self._writer.wait()
+        save, self._in_flight = self._in_flight, None
         outcome = self._writer.collect()
-        if outcome is None or not path:
+        if save is None:
             return
-        if outcome.error is None:
-            self.last_path = path
-        else:
-            self._saved_step = self._step_before  # the exception's own save tries again
-            warnings.warn(
-                f"The save {path!r} FAILED; earlier checkpoints are untouched.\n{outcome.error}", stacklevel=2
-            )
+        if outcome is None or outcome.error is None:
+            self._note_saved(save)
+            return
+        warnings.warn(
+            f"The save {save.path!r} FAILED; earlier checkpoints are untouched.\n{outcome.error}", stacklevel=2
+        )
+
+    def _note_saved(self, save: InFlight) -> None:
+        if save.global_step is not None:
+            self.last_path, self._saved_step = save.path, save.global_step
 
     def wait(self) -> None:
         """Waits for the save in flight; how it ended is told at the next cut."""
@@ -291,7 +308,7 @@ class Saver:
 
         def job() -> None:
             check()
-            retention.make_room(prepared.num_bytes, run_id, newest)
+            retention.make_room(prepared.image_bytes, run_id, newest)  # a page is a block
             prepared.commit(num_threads, self._kept)
             retention.prune(run_id, prepared.path)  # only now: nothing is deleted before its successor is durable
 

@@ -106,7 +106,7 @@ class Signals:
         return bool(self._noted)
 
     def heed(
-        self, trainer: Trainer, save: Callable[[], None], at_cut: Callable[[], AbstractContextManager[None]]
+        self, trainer: Trainer, save: Callable[[], str], at_cut: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """At a cut: if any rank has noted a signal, saves, then lets the older handlers act. All ranks must call.
 
@@ -114,7 +114,7 @@ class Signals:
 
         Args:
             trainer: at the cut, or at the end of training.
-            save: saves where the last save was of an earlier step.
+            save: saves where the last save was of an earlier step; says where the step is saved, or what is newest.
             at_cut: what the older handlers run in; a checkpoint that one of them makes is one of the cut.
 
         Raises:
@@ -124,9 +124,9 @@ class Signals:
         signums = self._wanted(trainer)
         if not signums:
             return
-        save()
+        where = save()
         names = " and ".join(signal.Signals(signum).name for signum in signums)
-        rank_zero_info(f"{names} came: heeded at global_step {trainer.global_step}, between two batches.")
+        rank_zero_info(f"{names} came: heeded at global_step {trainer.global_step}, between two batches; {where}.")
         for signum in signums:
             if signum != signal.SIGTERM or not trainer.received_sigterm:
                 with at_cut():

@@ -150,9 +150,14 @@ def test_last_passes_over_a_damaged_checkpoint(damage: Callable[[Path], None], s
     damage(step_dir(tmp_path / "ck", 4) / "model.safetensors")
     module = NotedToy()
 
-    with pytest.warns(UserWarning, match=r"step-00000004.*model\.safetensors"):
+    with pytest.warns(UserWarning, match="is resumed from") as warned:
         make_trainer(tmp_path, plugin(tmp_path / "ck"), max_epochs=1).fit(module, loader(), ckpt_path="last")
 
+    (text,) = [str(warning.message) for warning in warned if "step-00000004" in str(warning.message)]
+    first, second, third = text.split("\n")
+    assert first == (f"step-00000002 in '{tmp_path}/ck' is resumed from: what is newer is bad, and is passed over.")
+    assert second.startswith("  step-00000004: corrupt, model.safetensors: expected ")
+    assert third.startswith("Training repeats the steps after it.")
     assert [row["step"] for row in module.rows] == [2, 3, 4, 5, 6, 7]
 
 

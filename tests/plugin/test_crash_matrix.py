@@ -101,7 +101,7 @@ def check_resume(baseline: Run, workdir: Path, *, async_save: bool) -> int:
     folder = workdir / "checkpoints"
     newest = newest_good(folder, verify=True)
     assert newest is not None
-    assert find_last(str(folder), ()) == {str(newest.path)}
+    assert find_last(str(folder), ()).path == str(newest.path)
     assert {info.status for info in scan_checkpoints(folder, verify=True)} <= {"good", "incomplete"}
     step = verify_checkpoint(newest.path).global_step
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from inprocess import NotedToy, loader, make_trainer, plugin
+from held_writer import HeldWriter
+from inprocess import NotedToy, Stop, StopAfter, loader, make_trainer, plugin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from toy import saved_steps, step_dir
 
 from lightning_resume import CheckpointWriteError, UnsupportedStateError, scan_checkpoints, verify_checkpoint
+from lightning_resume.plugin import recall
 
 FAULTS = {"write": errno.ENOSPC, "fsync": errno.EIO, "rename": errno.EACCES, "mkdir": errno.EDQUOT}
 
@@ -192,6 +196,61 @@ def test_state_that_becomes_unsavable_warns_with_its_key_path(tmp_path: Path) ->
 
     assert len(module.rows) == 8
     assert saved_steps(tmp_path / "ck") == [0, 1, 2, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("good", "num_steps"), [(3, 8), (3, 6), (0, 4)], ids=["told", "in_flight", "the_first"])
+def test_steps_to_be_trained_again_are_counted_from_the_disk(
+    good: int, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A background save that failed, or is in flight when training dies and fails then, counts for nothing."""
+
+    def fail(number: int) -> None:
+        if number > good // 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    held = HeldWriter(monkeypatch.setattr, before_commit=fail)
+    callback = plugin(tmp_path / "ck", every_n_train_steps=3, async_save=True)
+
+    with pytest.warns(UserWarning, match="is not saved") as warned, pytest.raises(Stop):
+        make_trainer(tmp_path, held, StopAfter(num_steps), callback).fit(NotedToy(), loader())
+
+    (text,) = [str(warning.message) for warning in warned if "is not saved" in str(warning.message)]
+    assert f"newest checkpoint:          'step-{good:08d}'\n" in text
+    assert text.endswith(f"steps to be trained again:  {num_steps - good}")
+    assert saved_steps(tmp_path / "ck") == sorted({0, good})
+
+
+def test_a_last_save_that_fails_is_told_with_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ends training on a full disk: one warning, which does not say that training goes on."""
+    monkeypatch.setattr(recall, "CREDIT_SECONDS", 60.0)
+    stop = Callback()
+    stop.on_before_backward = lambda trainer, *args: StopAfter(1).on_train_batch_end() if trainer.global_step else None
+    faults = Faults(monkeypatch.setattr, "write", {1})
+    callback = plugin(tmp_path / "ck", every_n_train_steps=3)
+
+    with pytest.warns(UserWarning, match="ended training") as warned, pytest.raises(Stop):
+        make_trainer(tmp_path, faults, stop, callback).fit(NotedToy(), loader())
+
+    (text,) = [str(warning.message) for warning in warned if "No space left" in str(warning.message)]
+    assert "its last whole step is not saved: saving failed: CheckpointWriteError: " in text
+    assert text.endswith("  newest checkpoint:          'step-00000000'\n  steps to be trained again:  1")
+
+
+def test_a_failed_background_save_is_made_again_before_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop signal at the cut whose save is in flight: that one fails, and the same step is saved at once."""
+
+    def fail(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    stop = Callback()
+    stop.on_train_batch_end = lambda trainer, *args: trainer.global_step == 3 and signal.raise_signal(signal.SIGTERM)
+    held = HeldWriter(monkeypatch.setattr, before_commit=fail)
+    trainer = make_trainer(tmp_path, held, stop, plugin(tmp_path / "ck", every_n_train_steps=3))
+
+    with pytest.warns(UserWarning, match="FAILED"), pytest.raises(SIGTERMException):
+        trainer.fit(NotedToy(), loader())
+
+    assert saved_steps(tmp_path / "ck") == [0, 3]
 
 
 @pytest.fixture(autouse=True)

@@ -16,22 +16,29 @@ import torch
 from lightning_resume.catalog import newest_good, prune_checkpoints, step_dirname
 from lightning_resume.format.checkpoint import write_checkpoint
 from lightning_resume.plugin import retention
-from lightning_resume.plugin.retention import SPARE_BYTES, Retention
+from lightning_resume.plugin.retention import Retention, spare_bytes
 
 Usage = namedtuple("Usage", "total used free")
 
 
-def save(folder: Path, step: int, name: str | None = None, *, run_id: str = "run", **arguments: Any) -> Path:
-    """Writes a small checkpoint of a step."""
+def save(
+    folder: Path, step: int, name: str | None = None, *, run_id: str = "run", num: int = 8, **arguments: Any
+) -> Path:
+    """Writes a small checkpoint of a step, with so many weights."""
     path = folder / (name or step_dirname(step))
     counters = {"global_step": step, "current_epoch": 0, "batch_in_epoch": step}
-    write_checkpoint(path, {"state_dict": {"w": torch.ones(8)}}, counters=counters, run_id=run_id, **arguments)
+    write_checkpoint(path, {"state_dict": {"w": torch.ones(num)}}, counters=counters, run_id=run_id, **arguments)
     return path
 
 
 def names(folder: Path) -> list[str]:
     """What is in a folder; a step's directory as its number."""
     return sorted(path.name.removeprefix("step-").lstrip("0") for path in folder.iterdir())
+
+
+def disk_bytes(file: Path) -> int:
+    """What a file takes, in whole blocks."""
+    return file.stat().st_blocks * 512
 
 
 class Disk:
@@ -42,7 +49,7 @@ class Disk:
         self.full = self._used()
 
     def _used(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        return sum(disk_bytes(file) for file in self.folder.rglob("*") if file.is_file())
 
     def __call__(self, path: str) -> Usage:
         assert Path(path) == self.folder
@@ -137,7 +144,7 @@ def test_with_enough_space_nothing_is_deleted(tmp_path: Path, monkeypatch: pytes
     """The check alone costs one call, and is silent."""
     for step in (1, 2):
         save(tmp_path, step)
-    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, 1000 + SPARE_BYTES))
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, 1000 + spare_bytes(1000)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -150,13 +157,25 @@ def test_the_oldest_go_until_a_new_one_fits(tmp_path: Path, monkeypatch: pytest.
     """Also within `keep_last_k`, but no more of them than are needed."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    one = sum(file.stat().st_size for file in (tmp_path / step_dirname(1)).iterdir())
-    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, SPARE_BYTES))
+    one = sum(disk_bytes(file) for file in (tmp_path / step_dirname(1)).iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, spare_bytes(one + 1)))
 
     with pytest.warns(UserWarning, match="deleted step-00000001, step-00000002 .* to make room"):
         assert Retention(str(tmp_path), 3).make_room(one + 1, "run", tmp_path / step_dirname(4))
 
     assert names(tmp_path) == ["3", "4"]
+
+
+def test_a_small_disk_needs_no_more_than_small_checkpoints_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of 197 kB on a disk of 700 kB: deleting one makes room for the next one, and two stay."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, num=49_000)
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, 100_000))
+
+    with pytest.warns(UserWarning, match="deleted step-00000001 in .* to make room"):
+        assert Retention(str(tmp_path), 3).make_room(197_000, "run", tmp_path / step_dirname(3))
+
+    assert names(tmp_path) == ["2", "3"]
 
 
 def test_what_cannot_be_enough_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +184,8 @@ def test_what_cannot_be_enough_costs_nothing(tmp_path: Path, monkeypatch: pytest
         save(tmp_path, step)
     monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, 77))
 
-    with pytest.warns(UserWarning, match=rf"needs {10**9 + SPARE_BYTES:,} bytes, but '.*' has 77 bytes of free"):
+    text = "needs 1,000,000,000 bytes, and 10,065,536 for its index and directory, but '.*' has 77 bytes of free space"
+    with pytest.warns(UserWarning, match=text):
         assert not Retention(str(tmp_path), 1).make_room(10**9, "run", tmp_path / step_dirname(3))
 
     assert names(tmp_path) == ["1", "2", "3"]
@@ -177,7 +197,7 @@ def test_room_is_never_made_of_the_newest_good_one(tmp_path: Path, monkeypatch: 
         save(tmp_path, step)
     save(tmp_path, 1, run_id="other")
     save(tmp_path, 3, kind="weights")
-    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, SPARE_BYTES - 1))
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, spare_bytes(0) - 1))
 
     with pytest.warns(UserWarning, match="deleted step-00000011"):
         Retention(str(tmp_path), 1, 10).make_room(0, "run", tmp_path / step_dirname(2))
@@ -191,7 +211,7 @@ def test_the_newest_is_not_taken_for_good_by_its_size(tmp_path: Path, monkeypatc
         save(tmp_path, step)
     file = tmp_path / step_dirname(3) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x77")
-    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, SPARE_BYTES - 1))
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, spare_bytes(0) - 1))
 
     with pytest.warns(UserWarning, match="deleted step-00000001"):
         Retention(str(tmp_path), 1).make_room(0, "run")
@@ -205,7 +225,7 @@ def test_a_file_that_another_checkpoint_shares_makes_no_room(tmp_path: Path, mon
         save(tmp_path, step)
     for file in (tmp_path / step_dirname(1)).iterdir():
         os.link(file, tmp_path / f"{file.name}.kept")
-    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, SPARE_BYTES - 1))
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, spare_bytes(0) - 1))
 
     with pytest.warns(UserWarning, match="free some space"):
         assert not Retention(str(tmp_path), 1).make_room(0, "run", tmp_path / step_dirname(2))
@@ -217,7 +237,7 @@ def test_one_that_vanishes_while_room_is_made_is_a_warning(tmp_path: Path, monke
     """Somebody else prunes at the same time."""
     for step in (1, 2):
         save(tmp_path, step)
-    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, SPARE_BYTES - 1))
+    monkeypatch.setattr(shutil, "disk_usage", Disk(tmp_path, spare_bytes(0) - 1))
     prunable = retention.to_prune
 
     def to_prune(*arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from toy import Job, assert_same, run, saved_steps, step_dir
 
 from lightning_resume import AtomicResumeCallback, UnsupportedSetupError, read_checkpoint, scan_checkpoints
-from lightning_resume.plugin.retention import SPARE_BYTES
+from lightning_resume.plugin.retention import spare_bytes
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, str]]:
@@ -234,7 +234,7 @@ def test_a_full_disk_is_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Too little space for a save: the oldest go first, also within `keep_last_k`, and a warning says so."""
     folder = tmp_path / "ck"
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=SPARE_BYTES + 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=spare_bytes(0) + 10))
 
     with pytest.warns(UserWarning, match="deleted step-00000000, step-00000001 in .* to make room"):
         save_some(folder, keep_last_k=5, async_save=False)

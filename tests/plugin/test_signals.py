@@ -122,6 +122,33 @@ def test_a_stop_signal_saves_the_last_whole_step(
     assert steps == sorted({0, step})
 
 
+@pytest.mark.parametrize(
+    ("hook", "num_batches", "settings", "where"),
+    [
+        ("on_train_batch_end", 5, {}, "5, between two batches; saved in '{}/step-00000005'"),
+        ("on_train_batch_end", 6, {"every_n_train_steps": 3}, "6, between two batches; saved in '{}/step-00000006'"),
+        ("on_train_end", 16, {}, "16, between two batches; saved in '{}/step-00000016'"),
+        (
+            "on_train_end",
+            16,
+            {"save_on_train_end": False},
+            "16, between two batches; not saved: the newest checkpoint is '{}/step-00000000'",
+        ),
+    ],
+    ids=["at_a_cut", "in_flight", "at_the_end", "not_saved"],
+)
+def test_the_message_says_where_the_step_is_saved(
+    hook: str, num_batches: int, settings: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    """The path of the checkpoint; where the user wants none at the end, the one that the next start goes on from."""
+    job = Job(plugin={**SELDOM, **settings}, callbacks=lambda: [Sends(hook, num_batches)])
+
+    stopped = run(job, tmp_path / "work", fails=True)
+
+    (text,) = [text for text in stopped.messages if "SIGTERM came" in text]
+    assert text == f"SIGTERM came: heeded at global_step {where.format(stopped.folder)}."
+
+
 def test_a_stop_signal_from_inside_backward(tmp_path: Path) -> None:
     """CRA-09: SIGTERM in the middle of the backward pass does not catch the model in mid-step."""
     job = Job(plugin=SELDOM)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from toy import Job, assert_same, run, saved_steps
 
 from lightning_resume import FolderLockedError, scan_checkpoints
 from lightning_resume.lock import FolderLock
+from lightning_resume.plugin import last
 
 HOLD = "import sys; from lightning_resume.lock import FolderLock as L; l = L(sys.argv[1]); l.acquire(); print('held', "
 HOLD += "flush=True); sys.stdin.read()"
@@ -41,14 +44,20 @@ def contents(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_a_second_writer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """The error names the first one; when that is killed, the same command goes on."""
-    folder = tmp_path / "ck"
-    save_some(folder)
+def hold(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds the folder until it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_writer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """The error names the first one; when that is killed, the same command goes on."""
+    folder = tmp_path / "ck"
+    save_some(folder)
+    process = hold(folder)
     before, module = contents(folder), NotedToy()
 
     with pytest.raises(FolderLockedError) as caught:
@@ -73,6 +82,62 @@ def test_a_second_trainer_of_the_same_process_is_refused(tmp_path: Path) -> None
     assert again.error.pid == os.getpid()
     assert again.module.rows == []
     assert saved_steps(tmp_path / "ck") == list(range(9))
+
+
+class FitsFirst(NotedToy):
+    """While Lightning prepares data, with "last" chosen and no lock taken, another training of the folder goes on."""
+
+    def __init__(self, folder: Path, keep_last_k: int) -> None:
+        super().__init__()
+        self.folder, self.keep_last_k = folder, keep_last_k
+
+    def prepare_data(self) -> None:
+        callback = plugin(self.folder, keep_last_k=self.keep_last_k)
+        make_trainer(self.folder, callback, max_steps=11, max_epochs=-1).fit(NotedToy(), loader(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("keep_last_k", [1, 1000], ids=["pruned", "still_there"])
+def test_last_is_chosen_again_once_the_folder_is_free(
+    keep_last_k: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another process has saved between the choice and the lock is the newest now; what it pruned is no loss."""
+    folder = tmp_path / "ck"
+    save_some(folder)
+    module = FitsFirst(folder, keep_last_k)
+
+    with caplog.at_level("INFO"):
+        make_trainer(tmp_path, plugin(folder)).fit(module, loader(), ckpt_path="last")
+
+    assert [row["step"] for row in module.rows] == list(range(11, 16))
+    assert f"resuming from '{folder}/step-00000011'" in caplog.text
+    assert f"Restored all states from the checkpoint at {folder}/step-00000011" in caplog.text
+    assert {info.timeline for info in scan_checkpoints(folder)} == {0}
+
+
+@pytest.mark.parametrize(("num_saved", "num_pruned"), [(1, 1), (9, 1), (9, 9)])
+def test_a_checkpoint_that_another_process_prunes_while_it_is_verified(
+    num_saved: int, num_pruned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone, not bad: the folder is looked at again; and the error is that of the folder that is taken."""
+    folder = tmp_path / "ck"
+    save_some(folder, keep_last_k=num_saved)
+    verify, prunes = last.verify_checkpoint, iter(range(num_pruned))
+
+    def verify_late(path: Path) -> object:
+        if next(prunes, None) is not None:
+            shutil.rmtree(path)
+        return verify(path)
+
+    monkeypatch.setattr(last, "verify_checkpoint", verify_late)
+    process = hold(folder)
+
+    with warnings.catch_warnings(), pytest.raises(FolderLockedError) as caught:
+        warnings.filterwarnings("error", message="(?s).* bad")
+        make_trainer(tmp_path, plugin(folder)).fit(NotedToy(), loader(), ckpt_path="last")
+    process.kill()
+    process.communicate()
+
+    assert caught.value.pid == process.pid
 
 
 def test_the_folder_is_free_after_an_error(tmp_path: Path) -> None:
