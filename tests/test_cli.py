@@ -408,6 +408,29 @@ def test_with_no_good_one_nothing_is_pruned(tmp_path: Path, capsys: pytest.Captu
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_with_only_bad_ones_nothing_is_pruned_and_it_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a look at the indexes shows that they are bad: status 1, each with what is wrong with it."""
+    write_steps(tmp_path, 10)
+    (tmp_path / "step-00000010" / "index.json").write_text("{")
+    (tmp_path / "step-00000020").mkdir()
+    (tmp_path / ".step-00000030.ab.tmp").mkdir()
+
+    status = cli.main(["prune", str(tmp_path), "--keep-last", "1"])
+
+    captured = capsys.readouterr()
+    first, *lines = captured.err.splitlines()
+    assert (status, captured.out) == (1, "")
+    assert first == f"Nothing was pruned in {str(tmp_path)!r}: it has no good checkpoint of a step, and 2 bad."
+    assert [line.split(",")[0] for line in lines] == [
+        "  step-00000010: corrupt",
+        "  step-00000020: incomplete",
+        f"Look at them with: lightning-resume verify {tmp_path}",
+    ]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_folder_that_a_training_writes_to_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The lock's owner is named; a dead one's lock does not count."""
     write_steps(tmp_path, 10, 20)
