@@ -171,13 +171,26 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """The directory was never committed: it has no index."""
+    """The directory was never committed: it has no index; or it is not one checkpoint, but a folder of them.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Attributes:
+        inside: names of the committed checkpoints in the directory, the newest last.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], inside: Sequence[str] = ()) -> None:
         """Formats the message."""
-        headline = f"cannot read the checkpoint {os.fspath(path)!r}: it was never finished"
-        sides = {"expected": "index.json", "found": "a directory without it"}
-        super().__init__(path, _text(headline, sides, "Resume from another checkpoint."))
+        path = os.fspath(path)
+        if inside:
+            headline = f"cannot read the checkpoint {path!r}: it is a folder of checkpoints, not one of them"
+            found = f"{len(inside)} checkpoint{'s' if len(inside) > 1 else ''} in it"
+            newest = os.path.join(path, inside[-1])
+            remedy = f"Pass the newest, {newest!r}, or another one of them; "
+            remedy += 'fit(ckpt_path="last") takes the newest good one in the callback\'s dirpath.'
+        else:
+            headline = f"cannot read the checkpoint {path!r}: it was never finished"
+            found, remedy = "a directory without it", "Resume from another checkpoint."
+        super().__init__(path, _text(headline, {"expected": "index.json", "found": found}, remedy))
+        self.inside = tuple(inside)
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -141,6 +141,25 @@ def test_list_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == f"There is no folder {str(tmp_path / 'checkpionts')!r}.\n"
 
 
+@pytest.mark.parametrize("inside", ["ck", "lightning_logs/version_0/checkpoints"])
+def test_list_of_the_folder_above_names_the_one_that_is_meant(
+    inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing is ours, one line on stderr says where checkpoints are, if they are; JSON stays clean."""
+    write_steps(tmp_path / "my run" / inside, 20)
+    (tmp_path / "other" / "sub").mkdir(parents=True)
+    folder = tmp_path / "my run" / inside
+
+    statuses = [cli.main(["list", str(path), "--json"]) for path in (tmp_path / "my run", tmp_path / "other", folder)]
+
+    captured = capsys.readouterr()
+    assert statuses == [0, 0, 0]
+    assert captured.err == (
+        f"Nothing of this package is here, but checkpoints are in {str(folder)!r}: lightning-resume list '{folder}'\n"
+    )
+    assert json.loads(captured.out.partition("\n]")[0] + "]")[0]["status"] == "foreign"
+
+
 def test_list_quotes_a_name_that_would_disturb_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder's name cannot send the terminal an escape sequence."""
     (tmp_path / "step-\x1b[2J").mkdir()
