@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -275,7 +276,7 @@ class StateMismatchError(ResumeError):
 
     def __init__(self, field: str, saved: Any, current: Any, remedy: str | None = None) -> None:
         """Formats the message."""
-        self._keep(field, saved, current, remedy, f"cannot resume exactly: {field} differs")
+        self._keep(field, saved, current, remedy, f"cannot resume exactly: {field} {_differs(field)}")
 
     def _keep(self, field: str, saved: Any, current: Any, remedy: str | None, headline: str) -> None:
         ResumeError.__init__(self, _text(headline, {"saved": saved, "current": current}, remedy))
@@ -283,6 +284,12 @@ class StateMismatchError(ResumeError):
         self.saved = saved
         self.current = current
         self.remedy = remedy
+
+
+def _differs(field: str) -> str:
+    """The verb that goes with a field: names of arguments (`num_workers`) are one thing, whatever they end with."""
+    noun = re.split(" of | that | after |, ", field)[0]
+    return "differ" if noun.endswith("s") and not noun.endswith("ss") and "_" not in noun else "differs"
 
 
 class MissingStateError(StateMismatchError):
