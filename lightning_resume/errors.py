@@ -274,9 +274,11 @@ class StateMismatchError(ResumeError):
         remedy: what the user can do, or None.
     """
 
-    def __init__(self, field: str, saved: Any, current: Any, remedy: str | None = None) -> None:
-        """Formats the message."""
-        self._keep(field, saved, current, remedy, f"cannot resume exactly: {field} {_differs(field)}")
+    def __init__(
+        self, field: str, saved: Any, current: Any, remedy: str | None = None, *, cannot: str = "resume exactly"
+    ) -> None:
+        """Formats the message; `cannot` is what was wanted."""
+        self._keep(field, saved, current, remedy, f"cannot {cannot}: {field} {_differs(field)}")
 
     def _keep(self, field: str, saved: Any, current: Any, remedy: str | None, headline: str) -> None:
         ResumeError.__init__(self, _text(headline, {"saved": saved, "current": current}, remedy))
@@ -295,9 +297,9 @@ def _differs(field: str) -> str:
 class MissingStateError(StateMismatchError):
     """The checkpoint lacks a part that an exact resume needs."""
 
-    def __init__(self, field: str, remedy: str | None = None) -> None:
-        """Formats the message."""
-        self._keep(field, "absent", "needed", remedy, f"cannot resume exactly: the checkpoint has no {field}")
+    def __init__(self, field: str, remedy: str | None = None, *, cannot: str = "resume exactly") -> None:
+        """Formats the message; `cannot` is what was wanted."""
+        self._keep(field, "absent", "needed", remedy, f"cannot {cannot}: the checkpoint has no {field}")
 
 
 class DataChangedError(StateMismatchError):
