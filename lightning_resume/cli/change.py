@@ -67,10 +67,11 @@ def _prune(folder: Path, keep_last: int, archive_every: int | None, run_id: str 
     return [
         row_of(
             info,
+            is_verified=place == good,
             action=word.get(info.path, "kept"),
             reason=reason if word.get(info.path) == "failed" else "",
         )
-        for _, info in sorted(run.items())
+        for place, info in sorted(run.items())
     ]
 
 
@@ -111,5 +112,5 @@ def _migrate(path: Path) -> Row:
     try:
         index = migrate_checkpoint(path)
     except CheckpointWriteError as error:  # says nothing against the checkpoint, which is as it was
-        return row_of(read_index(path), path=path, status="good", action="failed", reason=str(error))
-    return row_of(index, path=path, status="good", action="migrated" if is_old else "kept")
+        return row_of(read_index(path), path=path, status="good", is_verified=True, action="failed", reason=str(error))
+    return row_of(index, path=path, status="good", is_verified=True, action="migrated" if is_old else "kept")

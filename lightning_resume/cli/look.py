@@ -36,7 +36,9 @@ def list_folder(folder: Path, *, as_json: bool) -> int:
 
 def verify_paths(paths: Sequence[Path], *, as_json: bool) -> int:
     """Verifies checkpoints and folders of them; returns the exit status."""
-    rows = look_at_each(paths, "verifying", lambda path: row_of(verify_checkpoint(path), path=path, status="good"))
+    rows = look_at_each(
+        paths, "verifying", lambda path: row_of(verify_checkpoint(path), path=path, status="good", is_verified=True)
+    )
     print_rows(rows, as_json=as_json)
     return 0 if all(row["status"] == "good" for row in rows) else 1
 

@@ -57,7 +57,7 @@ def test_a_checkpoint_without_the_callbacks_state_is_refused(tmp_path: Path) -> 
 def test_a_folder_of_checkpoints_is_told_from_an_unfinished_one(use: str, tmp_path: Path) -> None:
     """The folder in place of one of its checkpoints: the error names the newest by number, and `"last"`."""
     save_some(tmp_path / "ck", NotedToy())
-    shutil.copytree(step_dir(tmp_path / "ck", 4), tmp_path / "ck" / ".step-00000009.ab.tmp")
+    shutil.copytree(step_dir(tmp_path / "ck", 4), tmp_path / "ck" / ".step-00000009.0123abcd-1.tmp")
     (tmp_path / "ck" / "step-00000009").mkdir()
 
     if use == "fit":
