@@ -441,12 +441,13 @@ def test_the_last_good_one_is_never_pruned(tmp_path: Path, capsys: pytest.Captur
 
     status = cli.main(["prune", str(tmp_path), "--keep-last", "1", "--json"])
 
+    rows = rows_of(capsys)
     assert status == 0
-    assert [(row["global_step"], row["action"]) for row in rows_of(capsys)] == [
-        (10, "deleted"),
-        (20, "kept"),
-        (30, "deleted"),
-        (40, "kept"),
+    assert [(row["global_step"], row["action"], row["status"], row["is_verified"]) for row in rows] == [
+        (10, "deleted", "good", False),
+        (20, "kept", "good", True),
+        (30, "deleted", "corrupt", False),
+        (40, "kept", "corrupt", False),
     ]
 
 

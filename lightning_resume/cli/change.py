@@ -24,6 +24,8 @@ from lightning_resume.format.verify import read_index
 from lightning_resume.lock import FolderLock
 from lightning_resume.policy import archived, to_prune
 
+_BAD_BYTES = "It did not pass a full verification."
+
 
 def prune_folder(
     folder: Path, *, keep_last: int, archive_every: int | None, run_id: str | None, dry_run: bool, as_json: bool
@@ -68,8 +70,9 @@ def _prune(folder: Path, keep_last: int, archive_every: int | None, run_id: str 
         row_of(
             info,
             is_verified=place == good,
+            status="corrupt" if place > good else info.status,  # the newer ones were verified first, and did not pass
             action=word.get(info.path, "kept"),
-            reason=reason if word.get(info.path) == "failed" else "",
+            reason=reason if word.get(info.path) == "failed" else _BAD_BYTES if place > good else "",
         )
         for place, info in sorted(run.items())
     ]
