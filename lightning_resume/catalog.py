@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -40,7 +41,7 @@ class CheckpointInfo:
         global_step: optimizer steps taken, or None if unknown; so are the other counters.
         current_epoch: the epoch in progress.
         batch_in_epoch: batches trained in it.
-        num_bytes: size of its files, without the index; 0 if unknown.
+        num_bytes: size of its files, without the index; of one that is not good, of what lies there; 0 if unknown.
         kind: "full" or "weights", or None if unknown.
         run_id: of the run that wrote it, or None.
         timeline: how often that run had gone back to an earlier step; a run that did writes lower step numbers again.
@@ -234,7 +235,7 @@ def _look_at(path: Path, visible: set[str], verify: bool) -> CheckpointInfo:
         if stat.S_ISLNK(mode):
             return CheckpointInfo(path, "foreign", "a symbolic link")
         if hidden and (hidden.kind != "old" or hidden.name in visible):
-            return CheckpointInfo(path, "incomplete", _HIDDEN_REASONS[hidden.kind])
+            return CheckpointInfo(path, "incomplete", _HIDDEN_REASONS[hidden.kind], num_bytes=_bytes_in(path))
         if not stat.S_ISDIR(mode):
             return CheckpointInfo(path, "foreign", "a file" if stat.S_ISREG(mode) else "no regular file")
         has_index = INDEX_NAME in os.listdir(path)
@@ -245,7 +246,7 @@ def _look_at(path: Path, visible: set[str], verify: bool) -> CheckpointInfo:
     if has_index:
         return _look_into(path, verify)
     if hidden or _STEP_DIRNAME.fullmatch(path.name):
-        return CheckpointInfo(path, "incomplete", "never finished: no index.json")
+        return CheckpointInfo(path, "incomplete", "never finished: no index.json", num_bytes=_bytes_in(path))
     return CheckpointInfo(path, "foreign", "a directory without index.json")
 
 
@@ -265,7 +266,20 @@ def _look_into(path: Path, verify: bool) -> CheckpointInfo:
     except CheckpointError as error:
         if isinstance(error, CorruptCheckpointError) and _is_foreign_index(path):
             return CheckpointInfo(path, "foreign", "a directory with another kind of index.json")
-        return CheckpointInfo(path, "corrupt", in_one_line(error))
+        return CheckpointInfo(path, "corrupt", in_one_line(error), num_bytes=_bytes_in(path))
+
+
+def _bytes_in(path: Path) -> int:
+    """Size of the files in a directory, or of a file, without an index; what cannot be looked at counts as nothing."""
+    num_bytes = 0
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR((status := os.lstat(path)).st_mode):
+            return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        for name in os.listdir(path):
+            with contextlib.suppress(OSError):
+                status = os.lstat(path / name)
+                num_bytes += status.st_size if stat.S_ISREG(status.st_mode) and name != INDEX_NAME else 0
+    return num_bytes
 
 
 def _describe(path: Path, index: CheckpointIndex) -> CheckpointInfo:

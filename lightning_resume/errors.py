@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -171,13 +172,26 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """The directory was never committed: it has no index."""
+    """The directory was never committed: it has no index; or it is not one checkpoint, but a folder of them.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Attributes:
+        inside: names of the committed checkpoints in the directory, the newest last.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], inside: Sequence[str] = ()) -> None:
         """Formats the message."""
-        headline = f"cannot read the checkpoint {os.fspath(path)!r}: it was never finished"
-        sides = {"expected": "index.json", "found": "a directory without it"}
-        super().__init__(path, _text(headline, sides, "Resume from another checkpoint."))
+        path = os.fspath(path)
+        if inside:
+            headline = f"cannot read the checkpoint {path!r}: it is a folder of checkpoints, not one of them"
+            found = f"{len(inside)} checkpoint{'s' if len(inside) > 1 else ''} in it"
+            newest = os.path.join(path, inside[-1])
+            remedy = f"Pass the newest, {newest!r}, or another one of them; "
+            remedy += 'fit(ckpt_path="last") takes the newest good one in the callback\'s dirpath.'
+        else:
+            headline = f"cannot read the checkpoint {path!r}: it was never finished"
+            found, remedy = "a directory without it", "Resume from another checkpoint."
+        super().__init__(path, _text(headline, {"expected": "index.json", "found": found}, remedy))
+        self.inside = tuple(inside)
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -260,9 +274,11 @@ class StateMismatchError(ResumeError):
         remedy: what the user can do, or None.
     """
 
-    def __init__(self, field: str, saved: Any, current: Any, remedy: str | None = None) -> None:
-        """Formats the message."""
-        self._keep(field, saved, current, remedy, f"cannot resume exactly: {field} differs")
+    def __init__(
+        self, field: str, saved: Any, current: Any, remedy: str | None = None, *, cannot: str = "resume exactly"
+    ) -> None:
+        """Formats the message; `cannot` is what was wanted."""
+        self._keep(field, saved, current, remedy, f"cannot {cannot}: {field} {_differs(field)}")
 
     def _keep(self, field: str, saved: Any, current: Any, remedy: str | None, headline: str) -> None:
         ResumeError.__init__(self, _text(headline, {"saved": saved, "current": current}, remedy))
@@ -272,12 +288,18 @@ class StateMismatchError(ResumeError):
         self.remedy = remedy
 
 
+def _differs(field: str) -> str:
+    """The verb that goes with a field: names of arguments (`num_workers`) are one thing, whatever they end with."""
+    noun = re.split(" of | that | after |, ", field)[0]
+    return "differ" if noun.endswith("s") and not noun.endswith("ss") and "_" not in noun else "differs"
+
+
 class MissingStateError(StateMismatchError):
     """The checkpoint lacks a part that an exact resume needs."""
 
-    def __init__(self, field: str, remedy: str | None = None) -> None:
-        """Formats the message."""
-        self._keep(field, "absent", "needed", remedy, f"cannot resume exactly: the checkpoint has no {field}")
+    def __init__(self, field: str, remedy: str | None = None, *, cannot: str = "resume exactly") -> None:
+        """Formats the message; `cannot` is what was wanted."""
+        self._keep(field, "absent", "needed", remedy, f"cannot {cannot}: the checkpoint has no {field}")
 
 
 class DataChangedError(StateMismatchError):

@@ -108,7 +108,10 @@ def test_list_shows_the_checkpoints_in_the_order_of_their_steps(
     heading, *lines = capsys.readouterr().out.splitlines()
     assert status == 0
     assert heading.split() == ["status", "kind", "step", "epoch", "batch", "bytes", "path"]
-    assert [line.split()[:5] for line in lines] == [["good", "full", "20", "1", "2"], ["good", "full", "100", "1", "2"]]
+    assert [line.split()[:5] for line in lines] == [
+        ["committed", "full", "20", "1", "2"],
+        ["committed", "full", "100", "1", "2"],
+    ]
     assert [line.split()[-1] for line in lines] == [str(tmp_path / "step-00000020"), str(tmp_path / "step-00000100")]
 
 
@@ -123,7 +126,8 @@ def test_list_as_json_has_a_row_for_each_checkpoint(tmp_path: Path, capsys: pyte
     assert row.pop("num_bytes") > 0
     assert row == {
         **{"status": "good", "kind": "full", "timeline": 0, "global_step": 20, "current_epoch": 1},
-        **{"batch_in_epoch": 2, "run_id": None, "path": str(tmp_path / "step-00000020"), "reason": ""},
+        **{"batch_in_epoch": 2, "run_id": None, "is_verified": False},
+        **{"path": str(tmp_path / "step-00000020"), "reason": ""},
     }
 
 
@@ -139,6 +143,25 @@ def test_list_refuses_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.
 
     assert status == 2
     assert capsys.readouterr().err == f"There is no folder {str(tmp_path / 'checkpionts')!r}.\n"
+
+
+@pytest.mark.parametrize("inside", ["ck", "lightning_logs/version_0/checkpoints"])
+def test_list_of_the_folder_above_names_the_one_that_is_meant(
+    inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing is ours, one line on stderr says where checkpoints are, if they are; JSON stays clean."""
+    write_steps(tmp_path / "my run" / inside, 20)
+    (tmp_path / "other" / "sub").mkdir(parents=True)
+    folder = tmp_path / "my run" / inside
+
+    statuses = [cli.main(["list", str(path), "--json"]) for path in (tmp_path / "my run", tmp_path / "other", folder)]
+
+    captured = capsys.readouterr()
+    assert statuses == [0, 0, 0]
+    assert captured.err == (
+        f"Nothing of this package is here, but checkpoints are in {str(folder)!r}: lightning-resume list '{folder}'\n"
+    )
+    assert json.loads(captured.out.partition("\n]")[0] + "]")[0]["status"] == "foreign"
 
 
 def test_list_quotes_a_name_that_would_disturb_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +211,38 @@ def test_list_does_not_read_the_files_that_verify_reads(tmp_path: Path, capsys: 
     (verified,) = json.loads(capsys.readouterr().out)
 
     assert [listed["status"], verified["status"]] == ["good", "corrupt"]
+    assert [listed["is_verified"], verified["is_verified"]] == [False, False]
+
+
+def test_only_what_was_read_to_the_last_byte_is_called_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table says "committed" before that, "good" after; JSON keeps its word, and says whether it was read."""
+    write_steps(tmp_path, 20)
+    words = []
+    for command in ("list", "verify"):
+        cli.main([command, str(tmp_path)])
+        words.append(capsys.readouterr().out.splitlines()[1].split()[0])
+        cli.main([command, str(tmp_path), "--json"])
+        (row,) = json.loads(capsys.readouterr().out)
+        words.append((row["status"], row["is_verified"]))
+
+    assert words == ["committed", ("good", False), "good", ("good", True)]
+
+
+def test_list_shows_how_much_lies_in_what_is_not_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A save that was cut short, and a damaged checkpoint, fill the disk like any other."""
+    write_steps(tmp_path, 20)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-00000020").iterdir()}
+    (tmp_path / "step-00000020" / "state.json").write_bytes(b"x")
+    (tmp_path / ".step-00000040.0123abcd-1.tmp").mkdir()
+    (tmp_path / ".step-00000040.0123abcd-1.tmp" / "model.safetensors").write_bytes(b"half")
+
+    cli.main(["list", str(tmp_path), "--json"])
+
+    rows = {row["status"]: row["num_bytes"] for row in json.loads(capsys.readouterr().out)}
+    assert rows == {
+        "incomplete": 4,
+        "corrupt": sum(sizes.values()) - sizes["index.json"] - sizes["state.json"] + 1,
+    }
 
 
 @pytest.mark.parametrize(("kind", "word"), [("none", "missing"), ("empty", "incomplete"), ("file", "missing")])
@@ -386,12 +441,13 @@ def test_the_last_good_one_is_never_pruned(tmp_path: Path, capsys: pytest.Captur
 
     status = cli.main(["prune", str(tmp_path), "--keep-last", "1", "--json"])
 
+    rows = rows_of(capsys)
     assert status == 0
-    assert [(row["global_step"], row["action"]) for row in rows_of(capsys)] == [
-        (10, "deleted"),
-        (20, "kept"),
-        (30, "deleted"),
-        (40, "kept"),
+    assert [(row["global_step"], row["action"], row["status"], row["is_verified"]) for row in rows] == [
+        (10, "deleted", "good", False),
+        (20, "kept", "good", True),
+        (30, "deleted", "corrupt", False),
+        (40, "kept", "corrupt", False),
     ]
 
 
@@ -406,6 +462,29 @@ def test_with_no_good_one_nothing_is_pruned(tmp_path: Path, capsys: pytest.Captu
     assert status == 1
     assert "'r' has no good checkpoint" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_with_only_bad_ones_nothing_is_pruned_and_it_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a look at the indexes shows that they are bad: status 1, each with what is wrong with it."""
+    write_steps(tmp_path, 10)
+    (tmp_path / "step-00000010" / "index.json").write_text("{")
+    (tmp_path / "step-00000020").mkdir()
+    (tmp_path / ".step-00000030.0123abcd-1.tmp").mkdir()
+
+    status = cli.main(["prune", str(tmp_path), "--keep-last", "1"])
+
+    captured = capsys.readouterr()
+    first, *lines = captured.err.splitlines()
+    assert (status, captured.out) == (1, "")
+    assert first == f"Nothing was pruned in {str(tmp_path)!r}: it has no good checkpoint of a step, and 2 bad."
+    assert [line.split(",")[0] for line in lines] == [
+        "  step-00000010: corrupt",
+        "  step-00000020: incomplete",
+        f"Look at them with: lightning-resume verify {tmp_path}",
+    ]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_folder_that_a_training_writes_to_is_not_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

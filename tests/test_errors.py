@@ -23,6 +23,7 @@ EXAMPLES = [
     errors.CheckpointReadError("runs/c", None, EIO),
     errors.CheckpointWriteError("runs/c", FULL),
     errors.IncompleteCheckpointError("runs/c"),
+    errors.IncompleteCheckpointError("runs/c", ["step-00000001", "step-00000002"]),
     errors.CorruptCheckpointError("runs/c", "state.json", "3 bytes", "2 bytes"),
     errors.UnsafePathError("runs/c", "../x"),
     errors.SchemaError("runs/c", "lightning-resume/9", ["lightning-resume/1"]),

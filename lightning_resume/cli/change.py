@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_resume.catalog import newest_verified, prune_checkpoints, step_checkpoints, steps_of_run
+from lightning_resume.catalog import (
+    newest_verified,
+    prune_checkpoints,
+    scan_checkpoints,
+    step_checkpoints,
+    steps_of_run,
+)
 from lightning_resume.cli.display import Row, print_rows, row_of
 from lightning_resume.cli.look import is_folder_of_checkpoints, look_at_each, require_folder
 from lightning_resume.errors import CheckpointError, CheckpointWriteError, FolderLockedError
@@ -16,6 +23,8 @@ from lightning_resume.format.migrations import SCHEMA
 from lightning_resume.format.verify import read_index
 from lightning_resume.lock import FolderLock
 from lightning_resume.policy import archived, to_prune
+
+_BAD_BYTES = "It did not pass a full verification."
 
 
 def prune_folder(
@@ -44,6 +53,7 @@ def _prune(folder: Path, keep_last: int, archive_every: int | None, run_id: str 
         run_id = steps[-1].run_id
     run = steps_of_run(folder, run_id)
     if not run and not steps:
+        _require_none_bad(folder)
         return []
     good = newest_verified(run)
     if good is None:
@@ -59,11 +69,24 @@ def _prune(folder: Path, keep_last: int, archive_every: int | None, run_id: str 
     return [
         row_of(
             info,
+            is_verified=place == good,
+            status="corrupt" if place > good else info.status,  # the newer ones were verified first, and did not pass
             action=word.get(info.path, "kept"),
-            reason=reason if word.get(info.path) == "failed" else "",
+            reason=reason if word.get(info.path) == "failed" else _BAD_BYTES if place > good else "",
         )
-        for _, info in sorted(run.items())
+        for place, info in sorted(run.items())
     ]
+
+
+def _require_none_bad(folder: Path) -> None:
+    """Refuses a folder whose checkpoints are all bad; one that has none of a run needs no pruning."""
+    infos = scan_checkpoints(folder)
+    bad = [info for info in infos if info.status in ("corrupt", "incomplete") and not info.path.name.startswith(".")]
+    if bad:
+        lines = [f"  {info}" for info in bad[:10]] + ["  …"] * (len(bad) > 10)
+        headline = f"Nothing was pruned in {str(folder)!r}: it has no good checkpoint of a step, and {len(bad)} bad."
+        remedy = f"Look at them with: lightning-resume verify {shlex.quote(str(folder))}"
+        raise CheckpointError(folder, "\n".join([headline, *lines, remedy]))
 
 
 def migrate_paths(paths: Sequence[Path], *, as_json: bool) -> int:
@@ -92,5 +115,5 @@ def _migrate(path: Path) -> Row:
     try:
         index = migrate_checkpoint(path)
     except CheckpointWriteError as error:  # says nothing against the checkpoint, which is as it was
-        return row_of(read_index(path), path=path, status="good", action="failed", reason=str(error))
-    return row_of(index, path=path, status="good", action="migrated" if is_old else "kept")
+        return row_of(read_index(path), path=path, status="good", is_verified=True, action="failed", reason=str(error))
+    return row_of(index, path=path, status="good", is_verified=True, action="migrated" if is_old else "kept")

@@ -30,10 +30,11 @@ _STYLES = {"good": "green", "corrupt": "red", "missing": "red", "failed": "red"}
 def row_of(source: object, **known: Any) -> Row:
     """What is printed of a checkpoint: the values of its info or index, None where it has none."""
     names = [*COLUMNS, "reason"]
+    is_verified = bool(known.get("is_verified", False))
     values = {name: known.get(name, getattr(source, name, None)) for name in names}
     if values["action"] is None:
         del values["action"]
-    return {**values, "path": str(values["path"]), "reason": values["reason"] or ""}
+    return {**values, "is_verified": is_verified, "path": str(values["path"]), "reason": values["reason"] or ""}
 
 
 def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
@@ -42,7 +43,7 @@ def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
         print(json.dumps(list(rows), indent=2))
         return
     names = _columns(rows)
-    cells = [[_cell(name, row[name]) for name in names] for row in rows]
+    cells = [[_cell(name, _shown(name, row)) for name in names] for row in rows]
     console = _console("stdout")
     if console is None:
         _print_plain([COLUMNS[name] for name in names], cells)
@@ -51,6 +52,12 @@ def print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
     for row in rows:
         if row["reason"]:
             print(f"\n{_cell('path', row['path'])}\n  " + str(row["reason"]).replace("\n", "\n  "))
+
+
+def _shown(name: str, row: Row) -> Any:
+    """What the table says: good is only what was read to its last byte, and before that it is committed."""
+    is_unread = name == "status" and row["status"] == "good" and not row["is_verified"]
+    return "committed" if is_unread else row[name]
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

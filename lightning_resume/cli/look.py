@@ -24,12 +24,21 @@ def list_folder(folder: Path, *, as_json: bool) -> int:
         print(error, file=sys.stderr)
         return 2
     print_rows([row_of(info) for info in infos], as_json=as_json)
+    if all(info.status == "foreign" for info in infos) and (inside := _folders_inside(folder)):
+        more = f", and {len(inside) - 1} more such folders" if len(inside) > 1 else ""
+        command = f"lightning-resume list {shlex.quote(str(inside[0]))}"
+        print(
+            f"Nothing of this package is here, but checkpoints are in {str(inside[0])!r}{more}: {command}",
+            file=sys.stderr,
+        )
     return 1 if any(info.status == "corrupt" for info in infos) else 0
 
 
 def verify_paths(paths: Sequence[Path], *, as_json: bool) -> int:
     """Verifies checkpoints and folders of them; returns the exit status."""
-    rows = look_at_each(paths, "verifying", lambda path: row_of(verify_checkpoint(path), path=path, status="good"))
+    rows = look_at_each(
+        paths, "verifying", lambda path: row_of(verify_checkpoint(path), path=path, status="good", is_verified=True)
+    )
     print_rows(rows, as_json=as_json)
     return 0 if all(row["status"] == "good" for row in rows) else 1
 
@@ -82,6 +91,22 @@ def _checkpoints_at(path: Path) -> list[CheckpointInfo]:
         if infos:
             return infos
     return [CheckpointInfo(path, "unknown")]
+
+
+def _folders_inside(folder: Path) -> list[Path]:
+    """Folders of checkpoints inside a folder, those of the first level that has any, the last by name first."""
+    for depth in range(1, 4):  # as deep as lightning_logs/version_0/checkpoints
+        found = {file.parent.parent for file in folder.glob("*/" * (depth + 1) + INDEX_NAME)}
+        if ours := [path for path in sorted(found, reverse=True) if _holds_checkpoints(path)]:
+            return ours
+    return []
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    try:
+        return any(info.status in ("good", "corrupt") for info in scan_checkpoints(folder))
+    except CheckpointError:
+        return False
 
 
 def _not_found(error: CheckpointNotFoundError) -> str:

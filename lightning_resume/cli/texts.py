@@ -16,7 +16,7 @@ Add the callback to your Trainer, and pass ckpt_path="last":
 EXAMPLES = """\
 examples:
   lightning-resume demo                      kill a real job three times, and see that nothing is lost
-  lightning-resume list checkpoints          which checkpoints are there, and which of them are good
+  lightning-resume list checkpoints          which checkpoints are there, and which are damaged
   lightning-resume verify checkpoints        read every byte of them, and compare with the digests
   lightning-resume prune checkpoints --keep-last 2    delete all but the newest two of a run
   lightning-resume migrate checkpoints       rewrite those of an older schema, in place
@@ -24,7 +24,8 @@ examples:
 
 JSON = """\
 json: a list with an object for each checkpoint: status ("good", "incomplete", "corrupt", "foreign" or "missing"), kind,
-      timeline, global_step, current_epoch, batch_in_epoch, num_bytes, run_id, path, reason; null where unknown"""
+      timeline, global_step, current_epoch, batch_in_epoch, num_bytes, run_id, is_verified (whether every byte was read
+      and compared: tables call a good one that was not "committed"), path, reason; null where unknown"""
 
 DEMO = """\
 Trains a small convolutional net on scikit-learn's handwritten digits, twice, side by side: a baseline that is left
@@ -51,7 +52,8 @@ exit status: 0 the runs are bit-equal, 1 they are not, 2 the demo could not be c
 
 LIST = """\
 Lists the checkpoints in a folder, oldest first, with what is left of unfinished saves. Reads each index and looks at
-the sizes of the files, so it is quick however large they are; "verify" reads the files too.
+the sizes of the files, so it is quick however large they are. What passes is called committed; "verify" reads the
+files too, and calls good what passes that.
 """
 
 LIST_EXAMPLES = f"""\

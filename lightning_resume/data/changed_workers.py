@@ -13,8 +13,16 @@ from lightning_resume.errors import StateMismatchError
 WORD = "num_workers_changed"
 
 
-def check_workers(state: Mapping[str, Any], loader: DataLoader[Any], allow: Collection[str]) -> list[str]:
+def check_workers(
+    state: Mapping[str, Any], loader: DataLoader[Any], allow: Collection[str], name: str = "the loader"
+) -> list[str]:
     """Compares a loader's worker settings with those of the save.
+
+    Args:
+        state: of the loader, at the save.
+        loader: that of now.
+        allow: accepted differences.
+        name: what messages call the loader.
 
     Returns:
         The differences that `allow` lets pass.
@@ -27,24 +35,28 @@ def check_workers(state: Mapping[str, Any], loader: DataLoader[Any], allow: Coll
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.num_workers > 0 and loader.persistent_workers,
     }
-    changed = [name for name, value in current.items() if state[name] != value]
+    changed = [key for key, value in current.items() if state[key] != value]
     if not changed or "do_items_draw" not in state:  # no pass has begun yet
         return []
-    name = changed[0]
+    setting = changed[0]
     is_inside = state["is_iterating"] and state["position"] > 0
-    is_dealt = name == "num_workers" and isinstance(loader.dataset, IterableDataset)
+    is_dealt = setting == "num_workers" and isinstance(loader.dataset, IterableDataset)
     if is_dealt and is_inside:
         remedy = "Start as many workers: an iterable data set deals its items out by their number."
-        raise StateMismatchError("num_workers of an iterable data set", state[name], current[name], remedy)
-    if name != "persistent_workers" and _draws_as_it_goes(state):
+        raise StateMismatchError(
+            f"num_workers of {name} with an iterable data set", state[setting], current[setting], remedy
+        )
+    if setting != "persistent_workers" and _draws_as_it_goes(state):
         remedy = "Start as many workers: this sampler draws from a global stream whenever the loader asks ahead."
-        raise StateMismatchError(f"{name} of a loader whose order depends on it", state[name], current[name], remedy)
-    if name == "prefetch_factor" or (state["do_items_draw"] is False and not is_dealt):
+        raise StateMismatchError(
+            f"{setting} of {name} (its order depends on it)", state[setting], current[setting], remedy
+        )
+    if setting == "prefetch_factor" or (state["do_items_draw"] is False and not is_dealt):
         return []
     if WORD not in allow:
         remedy = f"Start the same workers, or accept that items draw other random numbers with allow=({WORD!r},)."
-        raise StateMismatchError(f"{name} of the loader", state[name], current[name], remedy)
-    return [f"{name}: {state[name]!r} → {current[name]!r}, items draw other random numbers"]
+        raise StateMismatchError(f"{setting} of {name}", state[setting], current[setting], remedy)
+    return [f"{setting}: {state[setting]!r} → {current[setting]!r}, items draw other random numbers"]
 
 
 def _draws_as_it_goes(state: Mapping[str, Any]) -> bool:

@@ -115,7 +115,9 @@ class ResumableLoader:
         state: dict[str, Any] = self.__dict__["_engine"].state_dict(num_ahead)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> list[str]:
+    def load_state_dict(
+        self, state: Mapping[str, Any], allow: Collection[str] = (), *, name: str = "the loader"
+    ) -> list[str]:
         """Makes the next pass go on from `state`.
 
         Another number of workers keeps the order of the batches. It is exact where items draw no random numbers;
@@ -124,6 +126,7 @@ class ResumableLoader:
         Args:
             state: what `state_dict` returned, in any process.
             allow: "num_workers_changed" accepts other draws of the items.
+            name: what messages call this loader, where there are several.
 
         Returns:
             The differences that were accepted, one text each.
@@ -132,7 +135,7 @@ class ResumableLoader:
             StateMismatchError: the state is that of a loader of another kind, or of other workers in a way that is not
                 allowed, or that changes the order.
         """
-        differences: list[str] = self.__dict__["_engine"].load_state_dict(state, allow)
+        differences: list[str] = self.__dict__["_engine"].load_state_dict(state, allow, name)
         return differences
 
 

@@ -73,11 +73,11 @@ class IterableEngine:
             state["attributes"]["start"] = progress.attributes
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str], name: str) -> list[str]:
         """See `ResumableLoader.load_state_dict`."""
         self.held = False
         if state["kind"] != "iterable":
-            raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)
+            raise StateMismatchError(f"kind of {name}", state["kind"], type(self.loader).__name__)
         if state["is_iterating"]:
             self._pending = dict(state)
         elif "attributes" in state:

@@ -194,11 +194,11 @@ class PositionalEngine:
         state["last"] = progress.place if position or has_ended else progress.before
         return {**state, "attributes": progress.attributes}
 
-    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str], name: str) -> list[str]:
         """See `ResumableLoader.load_state_dict`; nothing here can be allowed."""
         self.held = False
         if state["kind"] != "positional":
-            raise StateMismatchError("kind of loader", state["kind"], "positional")
+            raise StateMismatchError(f"kind of {name}", state["kind"], "positional")
         self._check_world(state)
         self.seed = self._dataset.seed = state["seed"]
         self._order_seed, self._sampler.salts = state["order_seed"], dict(state["salts"])

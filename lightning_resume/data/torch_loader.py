@@ -247,12 +247,12 @@ class DataLoaderEngine:
         # What a resume with other workers has to know, should the next pass be saved before it has begun.
         self._carried = {name: state[name] for name in ("do_items_draw", "sampler", "position") if name in state}
 
-    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str], name: str) -> list[str]:
         """See `ResumableLoader.load_state_dict`."""
         self.held = False
         if state["kind"] != "DataLoader":
-            raise StateMismatchError("kind of training loader", state["kind"], type(self.loader).__name__)
-        differences = check_workers(state, self.loader, allow)
+            raise StateMismatchError(f"kind of {name}", state["kind"], type(self.loader).__name__)
+        differences = check_workers(state, self.loader, allow, name)
         self.streams.restore(unpack(state["generators"]))
         has_same_workers = state["num_workers"] == self.loader.num_workers
         if state["is_iterating"] and (has_same_workers or state["position"] or state["num_workers"]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_resume.errors import CorruptCheckpointError, IncompleteCheckpointError
+from lightning_resume.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, look_into
 from lightning_resume.format.header import Header, read_header
 from lightning_resume.format.index import (
@@ -76,7 +77,7 @@ def load_index(files: CheckpointFiles) -> CheckpointIndex:
     """The index of an open checkpoint; raises as `read_index` does."""
     names = files.names()
     if INDEX_NAME not in names:
-        raise IncompleteCheckpointError(files.shown)
+        raise IncompleteCheckpointError(files.shown, _checkpoints_among(files.shown, names))
     index = index_from_bytes(files.read(INDEX_NAME, MAX_INDEX_BYTES), files.shown)
     for name in names:
         if name != INDEX_NAME and name not in index.files:
@@ -84,6 +85,19 @@ def load_index(files: CheckpointFiles) -> CheckpointIndex:
     for name, entry in index.files.items():
         files.require_size(name, entry, files.num_bytes(name))
     return index
+
+
+def _checkpoints_among(folder: Path, names: Sequence[str]) -> list[str]:
+    """Those names in a folder that are committed checkpoints, the newest last; for a message only."""
+    found: list[tuple[tuple[int, ...], str]] = []
+    for name in names:
+        if name.startswith(".") or not (folder / name / INDEX_NAME).is_file():
+            continue
+        with contextlib.suppress(CheckpointError, OSError):
+            index = read_index(folder / name)
+            place = index.timeline, index.global_step, index.current_epoch, index.batch_in_epoch
+            found.append((tuple(-1 if number is None else number for number in place), name))
+    return [name for _, name in sorted(found)]
 
 
 def load_state(files: CheckpointFiles, index: CheckpointIndex, name: str, *, verify: bool) -> dict[str, Any]:

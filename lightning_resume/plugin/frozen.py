@@ -73,13 +73,22 @@ class FrozenParameters:
                 )
 
 
-def complete(module: LightningModule, path: str | os.PathLike[str], checkpoint: dict[str, Any]) -> None:
+def complete(
+    module: LightningModule,
+    path: str | os.PathLike[str],
+    checkpoint: dict[str, Any],
+    *,
+    cannot: str = "resume exactly",
+    remedy: str = "build the model with the same frozen weights.",
+) -> None:
     """Adds to a checkpoint what was left out of it, from a module that was built anew; changes nothing on a refusal.
 
     Args:
         module: as the user built it.
         path: of the checkpoint, for messages.
         checkpoint: as it was read.
+        cannot: what is refused otherwise, for messages.
+        remedy: what helps then, for messages.
 
     Raises:
         MissingStateError: the module has no such parameter.
@@ -91,7 +100,8 @@ def complete(module: LightningModule, path: str | os.PathLike[str], checkpoint: 
         if name not in live:
             raise MissingStateError(
                 f"value of the frozen parameter {name!r} in {os.fspath(path)!r}",
-                "It was saved with trainable_only=True: build the model with that parameter.",
+                f"It was saved with trainable_only=True: {remedy}",
+                cannot=cannot,
             )
         current = digest_of(live[name])
         if current != saved:
@@ -99,7 +109,8 @@ def complete(module: LightningModule, path: str | os.PathLike[str], checkpoint: 
                 f"the frozen parameter {name!r}",
                 f"sha256 {saved}",
                 f"sha256 {current}",
-                "It was saved with trainable_only=True: build the model with the same frozen weights.",
+                f"It was saved with trainable_only=True: {remedy}",
+                cannot=cannot,
             )
     checkpoint["state_dict"].update((name, live[name].detach()) for name in digests)
 

@@ -40,7 +40,13 @@ def load_module(cls: type[M], path: str | os.PathLike[str], *, strict: bool | No
     with warnings.catch_warnings():  # of missing keys, which are added below
         warnings.simplefilter("ignore")
         module = _build(cls, checkpoint, {"strict": False, **kwargs})
-    frozen.complete(module, path, checkpoint)
+    name, where = type(module).__name__, os.fspath(path)
+    remedy = (
+        f"frozen weights are not in the checkpoint. Let {name}.__init__ load them, which load_module() calls; or build "
+        f"the module yourself, with its frozen weights, and then call "
+        f"module.load_state_dict(read_checkpoint({where!r})['state_dict'], strict=False)."
+    )
+    frozen.complete(module, path, checkpoint, cannot=f"load {name} from {where!r}", remedy=remedy)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
     return module
 

@@ -16,6 +16,10 @@ from lightning_resume.errors import StateMismatchError
 
 # Their state is one vector over all parameters: it cannot be dealt out anew.
 _UNDIVIDED = (torch.optim.LBFGS.__name__,)
+_REMEDY = (
+    "Return from configure_optimizers() what it returned at the save; to train on with something else, load the "
+    "weights alone with load_module() and start a new run."
+)
 
 
 def describe_optimizers(trainer: Trainer) -> dict[str, Any]:
@@ -51,20 +55,21 @@ def match_optimizers(
     """
     for field in ("optimizers", "schedulers"):
         if len(saved[field]) != len(current[field]):
-            raise StateMismatchError(f"number of {field}", len(saved[field]), len(current[field]))
+            raise StateMismatchError(f"number of {field}", len(saved[field]), len(current[field]), _REMEDY)
     if saved["schedulers"] != current["schedulers"]:
-        raise StateMismatchError("classes of the schedulers", saved["schedulers"], current["schedulers"])
+        raise StateMismatchError("classes of the schedulers", saved["schedulers"], current["schedulers"], _REMEDY)
     matched: list[str] = []
     for index, (before, now) in enumerate(zip(saved["optimizers"], current["optimizers"], strict=True)):
         if before["class"] != now["class"]:
-            raise StateMismatchError(f"class of optimizer {index}", before["class"], now["class"])
+            raise StateMismatchError(f"class of optimizer {index}", before["class"], now["class"], _REMEDY)
         if before["groups"] == now["groups"]:
             continue
         if not _can_be_matched(before, now):
             raise StateMismatchError(
                 f"parameters of optimizer {index}",
                 *_first_difference(before["groups"], now["groups"]),
-                "Hand the optimizer the same parameters in the same order.",
+                "Hand the optimizer the same parameters in the same order; if it takes those with requires_grad, "
+                "freeze the layers that were frozen at the save, and no others.",
             )
         _reorder(optimizer_states[index], before["groups"], now["groups"])
         matched.append(f"optimizer {index}: parameters in another order, their state was matched by name")

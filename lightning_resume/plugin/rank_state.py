@@ -183,16 +183,18 @@ def _restore_loaders(
 ) -> list[str]:
     """Puts the loaders where they stood; one of another kind or without a saved place, if allowed, begins afresh."""
     differences: list[str] = []
-    for loader, saved in zip_longest(loops.train_loaders(trainer), state["loaders"]):
+    loaders = loops.train_loaders(trainer)
+    for index, (loader, saved) in enumerate(zip_longest(loaders, state["loaders"])):
         if loader is None:
             continue
+        name = _name("training loader", index, len(loaders))
         fresh = {**loader.state_dict(), "is_iterating": False}
         if saved is None or saved["kind"] != fresh["kind"]:
-            differences += loader.load_state_dict(fresh, allow)
+            differences += loader.load_state_dict(fresh, allow, name=name)
         else:
             saved = {**saved, "is_iterating": False} if between_epochs else saved
             _tell_cost(loader, saved)
-            differences += loader.load_state_dict(saved, allow)
+            differences += loader.load_state_dict(saved, allow, name=name)
     return differences
 
 
@@ -217,6 +219,12 @@ def _restore_val_loaders(trainer: Trainer, states: list[dict[str, Any]], allow: 
     if states and len(loaders) != len(states):
         raise StateMismatchError("number of validation loaders", len(states), len(loaders))
     differences: list[str] = []
-    for loader, saved in zip(loaders, states, strict=False):
-        differences += loader.load_state_dict({**saved, "is_iterating": False}, allow)
+    for index, (loader, saved) in enumerate(zip(loaders, states, strict=False)):
+        name = _name("validation loader", index, len(loaders))
+        found = loader.load_state_dict({**saved, "is_iterating": False}, allow, name=name)
+        differences += [f"{text} ({name})" for text in found]
     return differences
+
+
+def _name(kind: str, index: int, num_loaders: int) -> str:
+    return f"{kind} {index}" if num_loaders > 1 else f"the {kind}"

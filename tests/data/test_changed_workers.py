@@ -191,7 +191,7 @@ def test_a_sampler_that_draws_as_it_goes_is_refused(before: int, after: int) -> 
     """Its order depends on when it is asked: no word lets that pass."""
     make = lambda workers: DataLoader(Plain(), batch_sampler=Buckets(), num_workers=workers)  # noqa: E731
 
-    with pytest.raises(StateMismatchError, match="whose order depends on it"):
+    with pytest.raises(StateMismatchError, match=r"num_workers of the loader \(its order depends on it\) differs"):
         goes_on(make(before), make(after), 3, ("num_workers_changed",))
 
 
@@ -200,5 +200,5 @@ def test_a_stream_is_refused_in_mid_epoch(before: int, after: int) -> None:
     """The number of workers decides who reads what: no word lets that pass."""
     make = lambda workers: DataLoader(Counting(), BATCH_SIZE, num_workers=workers)  # noqa: E731
 
-    with pytest.raises(StateMismatchError, match="num_workers of an iterable data set"):
+    with pytest.raises(StateMismatchError, match="num_workers of the loader with an iterable data set differs"):
         goes_on(make(before), make(after), 3, ("num_workers_changed",))

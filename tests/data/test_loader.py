@@ -241,7 +241,7 @@ def test_a_loader_of_another_kind_is_refused(saved: str, current: str, name: str
     state = ResumableLoader(LOADERS[saved]()).state_dict()
     loader = ResumableLoader(LOADERS[current]())
 
-    with pytest.raises(StateMismatchError, match="kind of training loader") as caught:
+    with pytest.raises(StateMismatchError, match="kind of the loader") as caught:
         loader.load_state_dict(state)
 
     assert caught.value.current == name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lightning_resume import (
     NoGoodCheckpointError,
     UnsupportedSetupError,
     WeightsOnlyError,
+    load_module,
 )
 
 
@@ -49,6 +51,26 @@ def test_a_checkpoint_without_the_callbacks_state_is_refused(tmp_path: Path) -> 
     error = refused(NotedToy(), tmp_path / "full", tmp_path, MissingStateError)
 
     assert "AtomicResumeCallback" in error.field
+
+
+@pytest.mark.parametrize("use", ["fit", "load_module"])
+def test_a_folder_of_checkpoints_is_told_from_an_unfinished_one(use: str, tmp_path: Path) -> None:
+    """The folder in place of one of its checkpoints: the error names the newest by number, and `"last"`."""
+    save_some(tmp_path / "ck", NotedToy())
+    shutil.copytree(step_dir(tmp_path / "ck", 4), tmp_path / "ck" / ".step-00000009.0123abcd-1.tmp")
+    (tmp_path / "ck" / "step-00000009").mkdir()
+
+    if use == "fit":
+        error = refused(NotedToy(), tmp_path / "ck", tmp_path, IncompleteCheckpointError)
+    else:
+        with pytest.raises(IncompleteCheckpointError) as caught:
+            load_module(NotedToy, tmp_path / "ck")
+        error = caught.value
+
+    newest = str(step_dir(tmp_path / "ck", 8))
+    assert error.inside[-2:] == ("step-00000007", "step-00000008")
+    assert "it is a folder of checkpoints, not one of them" in str(error)
+    assert f'Pass the newest, {newest!r}, or another one of them; fit(ckpt_path="last")' in str(error)
 
 
 def truncate(file: Path) -> None:

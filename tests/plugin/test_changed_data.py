@@ -223,3 +223,43 @@ def test_lightning_does_not_warn_of_its_own_resume(kill_after: int, tmp_path: Pa
 
     assert resumed.places[0] == (kill_after // 8, kill_after % 8, kill_after)
     assert [text for text in resumed.messages if "ended before" in text or "not resumable" in text] == []
+
+
+class DrawingItems(ToyItems):
+    """Items that draw."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + torch.rand(1)
+
+
+class ManyValidated(NotedToy):
+    """May be validated on several loaders."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("num_loaders", "name"), [(1, "the validation loader"), (2, "validation loader 1")])
+def test_other_workers_of_a_validation_loader_are_told_as_such(
+    num_loaders: int, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error and the accepted difference say which loader it is: the training loader is as it was."""
+
+    def loaders(num_workers: int) -> list[Any]:
+        plain = torch.utils.data.DataLoader(ToyItems(8), 4)
+        return [plain] * (num_loaders - 1) + [torch.utils.data.DataLoader(DrawingItems(8), 4, num_workers=num_workers)]
+
+    def fit(num_workers: int, folder: str, **keywords: Any) -> None:
+        trainer = make_trainer(tmp_path, plugin(tmp_path / folder, **keywords), max_epochs=2)
+        path = step_dir(tmp_path / "ck", 12) if folder != "ck" else None
+        trainer.fit(ManyValidated(), loader(), loaders(num_workers), ckpt_path=path)
+
+    fit(1, "ck")
+
+    with pytest.raises(StateMismatchError) as caught:
+        fit(0, "new")
+    fit(0, "other", allow=("num_workers_changed",))
+
+    verdict = [text for text in caplog.messages if text.startswith("Resumed from")][-1]
+    assert verdict.endswith(f"NOT exact: num_workers: 1 → 0, items draw other random numbers ({name})")
+    assert (caught.value.field, caught.value.saved, caught.value.current) == (f"num_workers of {name}", 1, 0)

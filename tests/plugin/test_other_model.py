@@ -125,6 +125,24 @@ def test_other_optimizers_are_refused(case: str, tmp_path: Path) -> None:
     assert module.rows == []
 
 
+@pytest.mark.parametrize(
+    ("case", "remedy"), [("another class", "load_module()"), ("fewer parameters", "requires_grad")]
+)
+def test_the_refusal_of_another_optimizer_says_what_to_do(case: str, remedy: str, tmp_path: Path) -> None:
+    """In a sentence: the last line is a remedy, also for a layer that was frozen since."""
+    save_some(tmp_path / "ck", Wide())
+
+    module = OTHER_OPTIMIZERS[case][0]()
+
+    with pytest.raises(StateMismatchError) as caught:
+        make_trainer(tmp_path, plugin(tmp_path / "new")).fit(module, loader(), ckpt_path=step_dir(tmp_path / "ck", 4))
+
+    headline, *_, last = str(caught.value).splitlines()
+    verb = {"another class": "class of optimizer 0 differs", "fewer parameters": "parameters of optimizer 0 differ"}
+    assert headline == f"cannot resume exactly: {verb[case]}"
+    assert remedy in last
+
+
 def test_reordered_parameters_get_their_own_state_back(tmp_path: Path) -> None:
     """Handed over in another order, each parameter finds its moments by its name, and the verdict says so."""
     save_some(tmp_path / "ck", Wide())

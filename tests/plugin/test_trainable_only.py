@@ -61,7 +61,7 @@ class ChangeBase(Callback):
             pl_module.base.weight.data.numpy()[0] += 1
 
 
-def fit(module: Adapted, folder: Path, *callbacks: Callback, resume: bool = False, **keywords: Any) -> Trainer:
+def fit(module: LightningModule, folder: Path, *callbacks: Callback, resume: bool = False, **keywords: Any) -> Trainer:
     trainer = make_trainer(folder, *callbacks, plugin(folder / "ck", **{"trainable_only": True, **keywords}))
     torch.manual_seed(999 if resume else 1)
     trainer.fit(module, loader(), ckpt_path="last" if resume else None)
@@ -226,6 +226,40 @@ def test_validation_and_loading_put_the_frozen_parameters_in(tmp_path: Path) -> 
     assert same_state(copies(loaded), copies(module))
     with pytest.raises(StateMismatchError, match=r"base\.weight"):
         load_module(Adapted, path, base=0.5)
+
+
+class Pretrained(LightningModule):
+    """A frozen layer that is built from random numbers; its user loads the pretrained weights afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(1, 1).requires_grad_(False)
+        self.adapter = nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.adapter(self.base(batch)).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.adapter.parameters(), lr=1e-2)
+
+
+def test_loading_a_module_whose_frozen_weights_it_cannot_build_says_how_to(tmp_path: Path) -> None:
+    """It is `load_module` that builds the module: the error says what else to do, and that is enough."""
+    module = Pretrained()
+    fit(module, tmp_path)
+    path = step_dir(tmp_path / "ck", 16)
+
+    with pytest.raises(StateMismatchError, match=r"base\.weight") as caught:
+        load_module(Pretrained, path)
+    mine = Pretrained()
+    mine.base.load_state_dict(module.base.state_dict())
+    mine.load_state_dict(read_checkpoint(path)["state_dict"], strict=False)
+
+    headline, *_, last = str(caught.value).splitlines()
+    assert headline == f"cannot load Pretrained from {str(path)!r}: the frozen parameter 'base.weight' differs"
+    assert "Let Pretrained.__init__ load them" in last
+    assert f"module.load_state_dict(read_checkpoint({str(path)!r})['state_dict'], strict=False)" in last
+    assert same_state(copies(mine), copies(module))
 
 
 def test_what_keeps_weights_of_its_own_is_refused(tmp_path: Path) -> None:
