@@ -17,6 +17,7 @@ from lightning_resume.errors import MissingStateError, ResumeError, StateMismatc
 from lightning_resume.plugin import averaging, identity, loops, module_state
 from lightning_resume.plugin.metrics import capture_metrics, restore_dictionaries, restore_metrics
 from lightning_resume.plugin.optimizers import describe_optimizers
+from lightning_resume.plugin.positional import POSITIONAL
 from lightning_resume.rng import RNGState
 
 _KEYS = (
@@ -125,8 +126,11 @@ def check_run(
 def _other_batch_sizes(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
     """What entering an epoch in its middle with batches of another size means for its items, one text each."""
     num_batches, texts = state["batch_in_epoch"], []
+    num_ranks = (
+        trainer.world_size if state["item_rng"]["kind"] == POSITIONAL else 1
+    )  # of whose batches it tells the size
     for saved, loader in zip(state["identity"]["loaders"], loops.train_loaders(trainer), strict=False):
-        before, now = saved.get("batch_size"), getattr(loader, "batch_size", None)
+        before, now = saved.get("batch_size"), (getattr(loader, "batch_size", None) or 0) * num_ranks
         if num_batches and before and now and before != now:
             fate = "left out" if now > before else "trained again"
             num_items = num_batches * abs(now - before)
