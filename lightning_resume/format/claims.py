@@ -17,7 +17,7 @@ from itertools import starmap
 import torch
 
 from lightning_resume.format.blobs import Blob
-from lightning_resume.format.gather import Part, pieces_of
+from lightning_resume.format.gather import Part, is_in_place, pieces_of
 from lightning_resume.format.memory import compare_memory
 from lightning_resume.format.runs import Piece, Run
 
@@ -85,7 +85,9 @@ def claim_unchanged(parts: Sequence[Part], memory: torch.Tensor, marks: Marks | 
 
 
 def _is_plain(part: Blob | Run) -> bool:
-    return isinstance(part, Run) or (isinstance(part.owner, torch.Tensor) and part.owner.is_cpu)
+    return isinstance(part, Run) or is_in_place(
+        part
+    )  # what torch has to copy is in no piece, and would not be compared
 
 
 def _tensors(part: Blob | Run) -> Sequence[torch.Tensor]:

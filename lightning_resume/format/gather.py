@@ -171,7 +171,7 @@ class _Layout:
     def _adder(self, part: Part) -> Callable[[Iterable[Any], int], int]:
         if isinstance(part, Run):
             return self._add_runs
-        return self._add_in_place if _is_in_place(part) else self._add_others
+        return self._add_in_place if is_in_place(part) else self._add_others
 
     def _add_runs(self, runs: Iterable[Run], begin: int) -> int:
         for run in runs:
@@ -231,7 +231,8 @@ class _Layout:
                 torch._foreach_copy_(self.targets, self._sources, non_blocking=non_blocking)
 
 
-def _is_in_place(part: Part) -> bool:
+def is_in_place(part: Part) -> bool:
+    """Whether a part is one tensor that lies in memory as it does in the file."""
     return isinstance(part, Blob) and part.source is bytes_in_place
 
 

@@ -13,6 +13,7 @@ from test_images import FROZEN, adapted, inode, is_saved
 from torch import nn
 
 from lightning_resume.format import claims, gather
+from lightning_resume.format.checkpoint import read_checkpoint
 from lightning_resume.format.claims import StaleCopyError
 from lightning_resume.format.image import Image
 from lightning_resume.format.memory import compare_memory
@@ -142,3 +143,21 @@ def test_frozen_weights_that_are_no_tensors_are_compared_at_once(
 
     assert inode(tmp_path / "1" / FROZEN) == inode(tmp_path / "3" / FROZEN)
     assert (tmp_path / "3" / FROZEN).stat().st_size > 12 * 2**20
+
+
+def test_strided_weights_are_copied_at_once(tmp_path: Path) -> None:
+    """What does not lie in memory as in the file is in nothing that could be compared later."""
+    weight = torch.zeros(3 * 2**10, 2**10).t()
+    state: dict[str, Any] = {
+        "state_dict": {"frozen": weight, "plain": torch.zeros(2**20), "trained": torch.ones(2**20)}
+    }
+    place, paths = Image(), [tmp_path / str(number) for number in range(2)]
+
+    for path in paths:
+        checkpoint = prepare_checkpoint(path, state, frozen=["frozen", "plain"])
+        checkpoint.copy_into(place, compare_later=True)
+        checkpoint.commit()
+        weight.data[511, 1003] += 1  # in none of the samples
+
+    saved = [read_checkpoint(path)["state_dict"]["frozen"][511, 1003].item() for path in paths]
+    assert saved == [0.0, 1.0]
