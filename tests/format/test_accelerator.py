@@ -78,7 +78,7 @@ def driver(monkeypatch: Any) -> Driver:
     monkeypatch.setattr(torch, "cuda", driver)
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
     monkeypatch.setattr(prepared, "cuda_devices", lambda parts: {DEVICE} if list(parts) else set())
-    monkeypatch.setattr(gather, "_is_in_place", lambda part: False)
+    monkeypatch.setattr(gather, "is_in_place", lambda part: False)
     monkeypatch.setattr(gather, "bytes_of", gather.bytes_in_place)
     return driver
 
