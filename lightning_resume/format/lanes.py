@@ -63,9 +63,10 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
     if sum(sizes) < INLINE_BYTES:
         run.attempt(lambda: _hash_inline(run))
     else:
-        has_gatherer = num_lanes > 1 and sum(sizes) < 2 * max(sizes)
+        # Taken before another lane can: the lane with the gatherer is this thread's.
+        largest = run.pending.popleft() if num_lanes > 1 and sum(sizes) < 2 * max(sizes) else None
         lanes = [threading.Thread(target=_lane, args=(run,)) for _ in range(min(num_lanes, len(files)) - 1)]
-        run.attempt(lambda: beside(lanes, lambda _: _lane(run, has_gatherer)))
+        run.attempt(lambda: beside(lanes, lambda _: _lane(run, largest)))
     if run.failure is not None:
         raise run.failure
     return {file.name: run.entries[file.name] for file in files}
@@ -88,11 +89,12 @@ class _Run:
             self.failure = self.failure or error
 
 
-def _lane(run: _Run, has_gatherer: bool = False) -> None:
+def _lane(run: _Run, largest: Source | None = None) -> None:
     """Gathers and hashes one file after the other, while another thread writes what was hashed.
 
-    With a gatherer, this thread gathers only, and a third one hashes.
+    If it begins with the largest one, this thread gathers only, and a third one hashes.
     """
+    has_gatherer = largest is not None
     to_write: queue.SimpleQueue[Source | Block | None] = queue.SimpleQueue()
     writer, hasher = _Writer(run), _Hasher(run, to_write.put)
     # Short: what lies in memory already takes no buffer, and one lane would take all files before the others begin.
@@ -101,9 +103,9 @@ def _lane(run: _Run, has_gatherer: bool = False) -> None:
     def gather_beside(has_threads: bool) -> None:
         try:
             if has_threads:
-                _gather_files(run, to_hash.put if has_gatherer else hasher.put, writer.take)
+                _gather_files(run, to_hash.put if has_gatherer else hasher.put, writer.take, largest)
             else:
-                _hash_inline(run)
+                _hash_inline(run, largest)
         except BaseException as error:  # before the other threads are waited for
             run.failure = run.failure or error
         finally:
@@ -131,20 +133,23 @@ def _work_off(run: _Run, messages: Messages, put: Callable[[Source | Block], Non
         run.attempt(functools.partial(put, message))
 
 
-def _hash_inline(run: _Run) -> None:
+def _hash_inline(run: _Run, first: Source | None = None) -> None:
     writer = _Writer(run)
     try:
-        _gather_files(run, _Hasher(run, writer.put).put, writer.take)
+        _gather_files(run, _Hasher(run, writer.put).put, writer.take, first)
     finally:
         writer.abandon()
 
 
-def _gather_files(run: _Run, put: Callable[[Source | Block], None], take: Callable[[], Buffer]) -> None:
+def _gather_files(
+    run: _Run, put: Callable[[Source | Block], None], take: Callable[[], Buffer], first: Source | None = None
+) -> None:
     while run.failure is None:
         try:
-            file = run.pending.popleft()
+            file = first or run.pending.popleft()
         except IndexError:
             return
+        first = None
         put(file)
         for block in file.blocks(take):
             put(block)
