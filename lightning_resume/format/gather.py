@@ -92,18 +92,23 @@ def copy_files(
                     break
         _move(pieces, move)
 
+    def copy_run(place: tuple[int, Run, int]) -> None:
+        number, run, to = place
+        if not is_equal[number] or not run.is_at(to):
+            is_equal[number] = False
+            run.copy_to(to)
+
     for layout in layouts:
         layout.copy_tensors(non_blocking=non_blocking)
     large: list[tuple[int, list[Piece]]] = []
     for number, layout in enumerate(layouts):
-        for run, to in layout.runs:
-            if not is_equal[number] or not run.is_at(to):
-                is_equal[number] = False
-                run.copy_to(to)
         copy((number, layout.small), copy_small)
         large += ((number, bundle) for bundle in _bundles(layout.large))
     is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
-    for_each(large, copy, default_threads() if is_much else 1)
+    num_threads = default_threads() if is_much else 1
+    runs = [(number, run, to) for number, layout in enumerate(layouts) for run, to in layout.runs]
+    for_each(runs, copy_run, num_threads)
+    for_each(large, copy, num_threads)
     return is_equal
 
 

@@ -34,24 +34,29 @@ if _write_pieces is not None:
 MAX_PIECES = 1024  # what the system call takes
 
 
-def gather_memory(to: int, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+def list_pieces(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Pieces of memory as `gather_memory` takes them: uint64, one row of address and size for each."""
+    pieces = np.empty((len(sizes), 2), np.uint64)
+    pieces[:, 0], pieces[:, 1] = addresses, sizes
+    return pieces
+
+
+def gather_memory(to: int, pieces: np.ndarray[Any, Any], num_bytes: int) -> None:
     """Copies many small pieces to one place, one behind the other.
 
     Linux does it in one call for all of them, in which other threads run.
 
     Args:
         to: address of the place.
-        addresses: of the pieces, at most `MAX_PIECES`; none overlaps the place.
-        sizes: of each, in bytes.
+        pieces: from `list_pieces`, at most `MAX_PIECES`; none overlaps the place.
+        num_bytes: size of all.
     """
-    total = sum(sizes)
     if _write_pieces is not None:
-        pieces = np.empty((len(sizes), 2), np.uint64)
-        pieces[:, 0], pieces[:, 1] = addresses, sizes
-        place = np.array([to, total], np.uint64)
-        if _write_pieces(os.getpid(), pieces.ctypes.data, len(sizes), place.ctypes.data, 1, 0) == total:
+        place = np.array([to, num_bytes], np.uint64)
+        if _write_pieces(os.getpid(), pieces.ctypes.data, len(pieces), place.ctypes.data, 1, 0) == num_bytes:
             return
     # A sandbox may forbid the call; and what it leaves in part is copied again.
+    addresses, sizes = pieces.T.tolist()
     deque(map(copy_small, accumulate(sizes, initial=to), addresses, sizes), maxlen=0)
 
 

@@ -13,10 +13,11 @@ from itertools import accumulate, starmap
 from operator import attrgetter, ge
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_resume.format.blobs import Blob
-from lightning_resume.format.memory import MAX_PIECES, compare_memory, gather_memory
+from lightning_resume.format.memory import MAX_PIECES, compare_memory, gather_memory, list_pieces
 from lightning_resume.format.tensors import bytes_in_place
 
 Piece = tuple[int, int, int]  # address to copy to, address to copy from, bytes
@@ -42,6 +43,7 @@ class Run:
         tensors: kept alive, with their memory.
         addresses: of their memory.
         sizes: of each, in bytes; at least one.
+        listed: both, as `gather_memory` takes them.
         num_bytes: of all.
         largest_bytes: of the largest.
     """
@@ -50,6 +52,7 @@ class Run:
     tensors: Sequence[torch.Tensor]
     addresses: list[int]
     sizes: list[int]
+    listed: np.ndarray[Any, Any]
     num_bytes: int
     largest_bytes: int
 
@@ -59,7 +62,7 @@ class Run:
 
     def copy_to(self, to: int) -> None:
         """Copies all to an address."""
-        gather_memory(to, self.addresses, self.sizes)
+        gather_memory(to, self.listed, self.num_bytes)
 
     def is_at(self, to: int) -> bool:
         """Whether the same bytes are at an address."""
@@ -104,8 +107,10 @@ class Row:
             raise DifferentError
         self._flags = list(map(_flags, tensors))
         self._strides = list(map(torch.Tensor.stride, tensors))
+        self._may_vary_strides = not all(size > 1 for tensor in tensors for size in tensor.shape)
         self._offsets = list(map(torch.Tensor.storage_offset, tensors))
         self._addresses: list[int] = []  # at which all was there
+        self._listed = list_pieces([], [])
         self._is_complex = any(tensor.is_complex() for tensor in tensors)
         self._spans = [
             offset * tensor.element_size() + size
@@ -128,7 +133,12 @@ class Row:
         kinds = list(map(type, tensors))  # before anything else: from here on they are known to be tensors
         if kinds != self._kinds or list(map(_flags, tensors)) != self._flags:
             raise DifferentError
-        if list(map(torch.Tensor.stride, tensors)) != self._strides or any(map(torch.Tensor.is_neg, tensors)):
+        if self._may_vary_strides:  # sizes of 1 can have any, and be contiguous
+            if list(map(torch.Tensor.stride, tensors)) != self._strides:
+                raise DifferentError
+        elif not all(map(torch.Tensor.is_contiguous, tensors)):
+            raise DifferentError
+        if any(map(torch.Tensor.is_neg, tensors)):
             raise DifferentError
         if self._is_complex and any(map(torch.Tensor.is_conj, tensors)):
             raise DifferentError
@@ -136,9 +146,9 @@ class Row:
         if addresses != self._addresses:
             if 0 in addresses or list(map(torch.Tensor.storage_offset, tensors)) != self._offsets:
                 raise DifferentError
-            self._addresses = addresses
+            self._addresses, self._listed = addresses, list_pieces(addresses, self.sizes)
         # What is copied by address has to be all there. A storage that is resized may come back to an address of old.
         storages = map(torch.Tensor.untyped_storage, tensors)
         if not all(map(ge, map(torch.UntypedStorage.nbytes, storages), self._spans)):
             raise DifferentError
-        return Run(self.blobs, tensors, addresses, self.sizes, self.num_bytes, self._largest_bytes)
+        return Run(self.blobs, tensors, addresses, self.sizes, self._listed, self.num_bytes, self._largest_bytes)

@@ -22,9 +22,8 @@ def test_pieces_stand_one_behind_the_other(answer: Any, monkeypatch: Any) -> Non
     expected = np.concatenate(pieces)
     place = np.full(expected.size + 20, 7, np.uint8)
 
-    memory.gather_memory(
-        place.ctypes.data + 10, [piece.ctypes.data for piece in pieces], [piece.size for piece in pieces]
-    )
+    listed = memory.list_pieces([piece.ctypes.data for piece in pieces], [piece.size for piece in pieces])
+    memory.gather_memory(place.ctypes.data + 10, listed, expected.size)
 
     assert np.array_equal(place[10:-10], expected)
     assert set(place[:10]) == set(place[-10:]) == {7}
@@ -35,10 +34,7 @@ def test_as_many_pieces_as_the_system_takes_are_gathered() -> None:
     source = np.arange(memory.MAX_PIECES * 3, dtype=np.uint8)
     place = np.zeros_like(source)
 
-    memory.gather_memory(
-        place.ctypes.data,
-        [source.ctypes.data + 3 * number for number in range(memory.MAX_PIECES)],
-        [3] * memory.MAX_PIECES,
-    )
+    addresses = [source.ctypes.data + 3 * number for number in range(memory.MAX_PIECES)]
+    memory.gather_memory(place.ctypes.data, memory.list_pieces(addresses, [3] * memory.MAX_PIECES), source.size)
 
     assert np.array_equal(place, source)
