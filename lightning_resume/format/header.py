@@ -154,7 +154,7 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
     if not text.startswith(b"{"):
         raise ValueError("a header that is no JSON object")
     require_few_parts(text, MAX_PARTS)
-    document = parse_json(text)
+    document = parse_json(text, expected_levels=2)
     metadata = document.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("a __metadata__ that does not map texts to texts")

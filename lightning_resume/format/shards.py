@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, BinaryIO
 
@@ -154,8 +154,7 @@ def _copy_out(block: torch.Tensor, entries: Sequence[Entry], tensors: dict[str, 
     """Gives each of the neighbours in a block memory of its own."""
     first = entries[0].begin
     place = block.data_ptr() - first
-    for vectors_of, run in groupby(entries, _dtype_of_vector):
-        group = list(run)
+    for vectors_of, group in _runs_of_vectors(entries):
         begin, end = group[0].begin - first, group[-1].end - first
         if vectors_of is not None and len(group) > 1 and begin % DTYPE_BYTES[vectors_of] == 0:
             source = block[begin:end].view(TORCH_DTYPES[vectors_of])
@@ -166,6 +165,16 @@ def _copy_out(block: torch.Tensor, entries: Sequence[Entry], tensors: dict[str, 
         for entry in group:
             tensor = tensors[entry.name] = _empty(entry)
             ctypes.memmove(tensor.data_ptr(), place + entry.begin, entry.end - entry.begin)
+
+
+def _runs_of_vectors(entries: Sequence[Entry]) -> Iterator[tuple[str | None, Sequence[Entry]]]:
+    """Neighbours of the same dtype with one dimension, and those that are not such, in order."""
+    dtypes = {entry.dtype for entry in entries}
+    if len(dtypes) == 1 and "BOOL" not in dtypes and all(len(entry.shape) == 1 for entry in entries):
+        yield dtypes.pop(), entries  # at once: thousands of small ones are mostly alike
+        return
+    for dtype, run in groupby(entries, _dtype_of_vector):
+        yield dtype, list(run)
 
 
 def _dtype_of_vector(entry: Entry) -> str | None:

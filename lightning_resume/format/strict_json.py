@@ -20,8 +20,12 @@ _CONTAINERS = frozenset({dict, list})
 _LONG_DIGITS = b"0" * MAX_INT_CHARS  # in any shorter row, with a sign, are at most so many characters
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, expected_levels: int | None = None) -> Any:
     """Parses UTF-8 JSON and refuses what JSON lets pass: duplicate keys, NaN literals, numbers of any length.
+
+    Args:
+        data: the text.
+        expected_levels: of objects in objects, if that is known; a text with more of them only takes longer.
 
     Raises:
         ValueError: the text is not JSON of that kind; the message says why. Nothing else is raised for any input.
@@ -30,7 +34,7 @@ def parse_json(data: bytes) -> Any:
         text = data.decode("utf-8")
         if _LONG_DIGITS not in data.translate(_DIGITS):
             document = json.loads(text, parse_constant=_refuse_constant, parse_float=_bounded_float)
-            if _has_unique_keys(data, document):
+            if _has_unique_keys(data, document, expected_levels):
                 return document
         return json.loads(
             text,
@@ -98,22 +102,25 @@ def canonical_json(value: Any) -> bytes:
     return text.encode("ascii")
 
 
-def _has_unique_keys(data: bytes, document: Any) -> bool:
+def _has_unique_keys(data: bytes, document: Any, expected_levels: int | None) -> bool:
     """Whether the text surely has no key twice: then as many keys came out as it can have.
 
     Behind each key stands a colon; it follows a quote or white space. Strings can only add more of these.
     """
-    num_keys = _count_keys(document)
+    num_keys = _count_keys(document, expected_levels)
     return num_keys == data.count(b":") or num_keys == sum(map(data.count, (b'":', b" :", b"\t:", b"\n:", b"\r:")))
 
 
-def _count_keys(document: Any) -> int:
-    """Keys of all objects in a document; level by level, so that few steps are python's."""
-    count, level = 0, [document]
+def _count_keys(document: Any, max_levels: int | None) -> int:
+    """Keys of all objects in a document down to a level; level by level, so that few steps are python's."""
+    count, level, depth = 0, [document], 0
     while level:
+        depth += 1
         objects = [value for value in level if type(value) is dict]
         lists = [value for value in level if type(value) is list]
         count += sum(map(len, objects))
+        if depth == max_levels:
+            break
         level = [*chain.from_iterable(map(dict.values, objects)), *chain.from_iterable(lists)]
         if _CONTAINERS.isdisjoint(map(type, level)):
             break

@@ -164,13 +164,13 @@ def texts(draw: Any, depth: int = 3) -> str:
     return "{" + f",{space}".join(pairs) + "}"
 
 
-@given(texts())
-def test_the_quick_parser_refuses_what_the_slow_one_refuses(text: str) -> None:
-    """And both make the same of every other text."""
+@given(texts(), st.sampled_from([None, 1, 2]))
+def test_the_quick_parser_refuses_what_the_slow_one_refuses(text: str, expected_levels: int | None) -> None:
+    """And both make the same of every other text, with as many levels of objects as were expected or with others."""
     expected = strict(text)
 
     try:
-        found = parse_json(text.encode())
+        found = parse_json(text.encode(), expected_levels)
     except ValueError:
         found = None
 
