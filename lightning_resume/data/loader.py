@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -39,7 +39,7 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: Any, positional: Positional | None = None) -> None:
-        self.__dict__.update(_wrapped=loader, _engine=_engine(loader, positional), _pinned=None)
+        self.__dict__.update(_wrapped=loader, _engine=_engine(loader, positional), _pinned=None, _tell=None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -60,8 +60,14 @@ class ResumableLoader:
         return f"ResumableLoader({self.__dict__['_wrapped']!r})"
 
     def __iter__(self) -> Iterator[Any]:
+        if self.__dict__["_tell"] is not None:
+            self.__dict__["_tell"]()
         iterator: Iterator[Any] = self.__dict__["_engine"].iterate()
         return iterator
+
+    def tell(self, listener: Callable[[], object]) -> None:
+        """Calls `listener` whenever a pass begins; somebody may only be looking, see `follow`."""
+        self.__dict__["_tell"] = listener
 
     def hold(self) -> None:
         """Until `load_state_dict`, passes yield None without touching data or streams.

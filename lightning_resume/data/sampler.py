@@ -78,7 +78,15 @@ class FastForwardSampler(Sampler[Any]):
 
     def _live(self, log: DrawLog, iterator: Iterator[Any]) -> Iterator[Any]:
         end = object()
-        while log is not self._closed and (value := log.draw(lambda: next(iterator, end))) is not end:
+        while not log.is_over:
+            if log is self._closed or (value := log.draw(lambda: next(iterator, end))) is end:
+                return
+            self._position += 1
+            yield value
+        while log is not self._closed:  # the same, without asking each time
+            log.num_draws += 1
+            if (value := next(iterator, end)) is end:
+                return
             self._position += 1
             yield value
 

@@ -104,12 +104,17 @@ class DrawLog:
         self._num_recorded = 0  # draws of an earlier process: below it a draw is made again, from there on it is new
         self._expected: States = {}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no further draw is recorded, or made again: they are only counted."""
+        return self.only_first is not None and self.num_draws >= max(self.only_first, self._num_recorded)
+
     def draw(self, source: Callable[[], T]) -> T:
         """Makes the next draw: again as recorded (no stream moves), or live and recorded."""
         if self.num_draws < self._num_recorded:
             with self.streams.isolated():
                 return self._again(source)
-        if self.only_first is not None and self.num_draws >= self.only_first:
+        if self.is_over:
             self.num_draws += 1
             return source()
         before = self.streams.capture()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,7 +22,7 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
-from lightning_resume.lock import FolderLock
+from lightning_resume.lock import REFRESH_SECONDS, FolderLock
 from lightning_resume.plugin import arguments, checks, frozen, hooks, loops, positional, resuming
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
 from lightning_resume.plugin.checkpoint_io import RANK_STATES, STATE_KEY, AtomicCheckpointIO, Fitting
@@ -29,6 +31,7 @@ from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import look_at_data, trainer_identity
 from lightning_resume.plugin.last import Last, find_last, path_to_load, timeline_after, warn_of_bad
 from lightning_resume.plugin.optimizers import describe_optimizers
+from lightning_resume.plugin.quiet import Quiet
 from lightning_resume.plugin.rank_state import (
     capture_rank_state,
     enter_epoch,
@@ -140,7 +143,9 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._io = AtomicCheckpointIO(max_shard_bytes)
         self._saver = Saver(settings)
         self._frozen = frozen.FrozenParameters()
-        self._signals = Signals()
+        self._count_steps: Callable[[], int] = int
+        self._quiet = Quiet()
+        self._signals = Signals(self._quiet.end)
         self._recall = Recall()
         self._moment = "hook"
         self._last: Last | None = None  # since Lightning has asked for it, until training begins
@@ -210,7 +215,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         hooks.install_hooks(
             trainer,
             lambda: self._before_epoch(trainer),
-            lambda: self._before_batch(trainer),
+            functools.partial(self._before_batch, trainer),  # called at every cut: a lambda would be one call more
             lambda: self._before_epoch_end(trainer),
             lambda: self._listen(trainer),
             lambda: self._after_run(trainer),
@@ -223,6 +228,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         if type(loader) is ResumableLoader:
             return loader
         wrapped = positional.wrap(trainer, loader, self._item_seed)
+        wrapped.tell(self._quiet.end)
         if trainer.training and self in loops.callbacks(trainer):
             checks.check_loader(loader)
             look_at_data(wrapped, self._told)
@@ -274,17 +280,45 @@ class AtomicResumeCallback(ModelCheckpoint):
         if self._resume is not None and self._resume["between_epochs"] and self._resume["moment"] != "hook":
             loops.stop_restarting(trainer)
         self._recall.begin(trainer)
-        has_nothing_to_drop = not (self.settings.save_on_exception and self._recall.needs_gradients)
-        hooks.pass_over_hooks(self, [AtomicResumeCallback.on_train_batch_start] if has_nothing_to_drop else [])
+        self._count_steps = loops.step_counter(trainer)
+        self._quiet.end()
+        self._pass_over_hooks()
         self._listen(trainer)
 
+    def _pass_over_hooks(self) -> None:
+        """Spares Lightning the hooks that have nothing to do until the next cut."""
+        empty: list[object] = []
+        if not (self.settings.save_on_exception and self._recall.needs_gradients):
+            empty.append(AtomicResumeCallback.on_train_batch_start)
+        if not (self._recall.is_held or self.settings.trainable_only):
+            empty.append(AtomicResumeCallback.on_before_optimizer_step)
+        hooks.pass_over_hooks(self, empty)
+
     def _before_epoch(self, trainer: Trainer) -> None:
+        self._quiet.end()  # loaders may have been made anew
         if self._resume is not None and self._resume["between_epochs"]:
             enter_epoch(trainer, self._resume)
 
     def _before_batch(self, trainer: Trainer) -> None:
         if self not in loops.callbacks(trainer):  # a tuner is running its own loop
             return
+        if not self._quiet.lasts():
+            self._look_at_cut(trainer)
+            self._begin_quiet(trainer)
+
+    def _begin_quiet(self, trainer: Trainer) -> None:
+        self._pass_over_hooks()
+        if trainer.world_size > 1 or self._recall.is_held:  # the ranks ask each other; what is held is to be dropped
+            return
+        until_seconds, until_step = self._saver.next_due()
+        until_seconds = min(until_seconds, time.monotonic() + REFRESH_SECONDS)
+        if self.settings.save_on_exception:
+            until_seconds = min(until_seconds, self._recall.may_note_from)
+        self._quiet.begin(trainer, until_seconds, until_step)
+        if self._signals.are_noted:  # perhaps since it was looked at
+            self._quiet.end()
+
+    def _look_at_cut(self, trainer: Trainer) -> None:
         if self._lock is not None:
             self._lock.refresh()
         loops.follow_passes(trainer)
@@ -369,8 +403,9 @@ class AtomicResumeCallback(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the loss of the batch that completed an optimizer step."""
-        self._recall.drop("the optimizer step was over, and what belongs to the step besides was not")
-        self.history.note(trainer.global_step, outputs)
+        if self._recall.was_held:
+            self._recall.end_step()
+        self.history.note(self._count_steps(), outputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the end."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-_FLUSH_AFTER = 1000  # device tensors are moved to the CPU in groups: one synchronisation for all
+# Reading a tensor's value in the middle of a step takes longer than all else here, as nothing of it is in the
+# processor's cache: it is done for some at once. On a device it waits for the step.
+_GROUP = 64
+_GROUP_ON_DEVICE = 1000
 
 
 class LossHistory:
@@ -16,14 +19,16 @@ class LossHistory:
     Attributes:
         steps: int64 tensor, `global_step` after each optimizer step whose loss is known.
         losses: float64 tensor of the same length: the loss of the batch that completed the step, as Lightning hands it
-            to `on_train_batch_end` (divided by `accumulate_grad_batches`).
+            to `on_train_batch_end` (divided by `accumulate_grad_batches`), and as the hooks there leave it.
     """
 
     def __init__(self) -> None:
         self._steps = torch.empty(0, dtype=torch.int64, device="cpu")
         self._losses = torch.empty(0, dtype=torch.float64, device="cpu")
         self._new_steps: list[int] = []
-        self._new_losses: list[torch.Tensor | float] = []
+        self._new_losses: list[float] = []
+        self._waiting: list[torch.Tensor] = []
+        self._group = _GROUP
         self._last_step = 0
 
     @property
@@ -46,23 +51,27 @@ class LossHistory:
         if global_step == self._last_step:
             return
         self._last_step = global_step
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = outputs.get("loss") if type(outputs) is dict or isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            if len(self._waiting) >= self._group:  # of this one, a hook after this may still change the value
+                self._read()
             self._new_steps.append(global_step)
-            # On the CPU a number costs less than a tensor that stays alive; on a device it would wait for the step.
-            self._new_losses.append(loss.item() if _is_ready(loss) else loss.detach().reshape(()))
-            if len(self._new_steps) >= _FLUSH_AFTER:
-                self._flush()
+            self._waiting.append(loss.detach())
+
+    def _read(self) -> None:
+        losses, self._waiting = self._waiting, []
+        if len({(loss.shape, loss.dtype, loss.device) for loss in losses}) > 1:
+            losses = [loss.reshape(()).to("cpu", torch.float64) for loss in losses]
+        self._group = _GROUP if losses[0].is_cpu else _GROUP_ON_DEVICE
+        self._new_losses += torch.stack(losses).flatten().tolist()
 
     def _flush(self) -> None:
-        if not self._new_steps:
-            return
-        waiting = [loss.to(torch.float64) for loss in self._new_losses if isinstance(loss, torch.Tensor)]
-        arrived = iter(torch.stack(waiting).tolist() if waiting else ())
-        new = [next(arrived) if isinstance(loss, torch.Tensor) else loss for loss in self._new_losses]
-        self._steps = torch.cat([self._steps, torch.tensor(self._new_steps, dtype=torch.int64, device="cpu")])
-        self._losses = torch.cat([self._losses, torch.tensor(new, dtype=torch.float64, device="cpu")])
-        self._new_steps, self._new_losses = [], []
+        if self._waiting:
+            self._read()
+        if self._new_steps:
+            self._steps = torch.cat([self._steps, torch.tensor(self._new_steps, dtype=torch.int64, device="cpu")])
+            self._losses = torch.cat([self._losses, torch.tensor(self._new_losses, dtype=torch.float64, device="cpu")])
+            self._new_steps, self._new_losses = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """`{"steps": int64 tensor, "losses": float64 tensor, "last_step": int}`."""
@@ -71,9 +80,5 @@ class LossHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned."""
         self._steps, self._losses = state["steps"], state["losses"]
-        self._new_steps, self._new_losses = [], []
+        self._new_steps, self._new_losses, self._waiting = [], [], []
         self._last_step = state["last_step"]
-
-
-def _is_ready(loss: torch.Tensor) -> bool:
-    return loss.is_cpu and loss.is_floating_point()

@@ -71,7 +71,13 @@ def take_over_sigterm(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-_STEP_HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 
 def pass_over_hooks(callback: Callback, empty: Collection[object]) -> None:
@@ -81,7 +87,7 @@ def pass_over_hooks(callback: Callback, empty: Collection[object]) -> None:
 
     Args:
         callback: whose.
-        empty: functions that do nothing in this fit, besides Lightning's own.
+        empty: functions that do nothing for now, besides Lightning's own.
     """
     heed_hooks(callback)
     for name in _STEP_HOOKS:

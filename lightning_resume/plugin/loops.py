@@ -7,8 +7,10 @@ nothing of the next has begun.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -123,6 +125,23 @@ def is_saveable(trainer: Trainer) -> bool:
     """Whether every training loader knows where it stands."""
     ahead = num_batches_ahead(trainer)
     return all(loader.is_saveable(ahead) for loader in train_loaders(trainer))
+
+
+def step_counter(trainer: Trainer) -> Callable[[], int]:
+    """What `global_step` counts, without the properties on the way to it: they take longer than a cut may.
+
+    Good while the same module is trained in the same way (with automatic or manual optimization).
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress = epoch_loop.automatic_optimization.optim_progress
+        return functools.partial(attrgetter("optimizer.step.total.completed"), progress)
+    return functools.partial(attrgetter("total.completed"), epoch_loop.manual_optimization.optim_step_progress)
+
+
+def sigterm_flag(trainer: Trainer) -> Callable[[], bool]:
+    """What `received_sigterm` answers, without the properties on the way to it."""
+    return functools.partial(attrgetter("received_sigterm"), trainer._signal_connector)
 
 
 def batch_in_epoch(trainer: Trainer) -> int:

@@ -11,6 +11,7 @@ short runs, a cut is passed over and cannot be saved later.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +29,11 @@ from lightning_resume.plugin.checkpoint_io import RANK_STATES
 from lightning_resume.plugin.metrics import capture_metrics
 from lightning_resume.rng import RNGState
 
-MAX_SHARE = 0.002
-CREDIT_SECONDS = 0.02
+MAX_SHARE = 0.001
+CREDIT_SECONDS = 0.01
 
 _NEVER = "no moment at which it could be saved has been reached"
-_TOO_DEAR = "remembering each step would have cost more than 0.2 % of the training time"
+_TOO_DEAR = "remembering each step would have cost more than 0.1 % of the training time"
 
 
 class Recall:
@@ -40,12 +41,15 @@ class Recall:
 
     Attributes:
         missing: why there is nothing to save, or "".
+        is_held: whether a cut is remembered.
+        was_held: whether one was when the step began.
         needs_gradients: whether gradients of the step before are part of a cut; they are not remembered.
     """
 
     def __init__(self) -> None:
         """Remembers nothing yet."""
         self.missing = _NEVER
+        self.is_held = self.was_held = False
         self._begun, self._spent_seconds = time.monotonic(), 0.0
         self._watched: module_state.Watched | None = None
         self._marks: list[Any] = []
@@ -58,6 +62,12 @@ class Recall:
         self.drop(_NEVER)
         self._begun, self._spent_seconds, self._watched = time.monotonic(), 0.0, None
         self.needs_gradients = module_state.needs_gradients(trainer)
+
+    @property
+    def may_note_from(self) -> float:
+        """Moment of `time.monotonic` from which on `may_note` is true."""
+        debt = self._spent_seconds - CREDIT_SECONDS
+        return self._begun + (debt / MAX_SHARE if MAX_SHARE else debt * math.inf) if debt > 0 else 0.0
 
     def may_note(self) -> bool:
         """Whether the time for it is there; forgets the cut before if not. To be called at each cut."""
@@ -92,13 +102,19 @@ class Recall:
             "progress": loops.capture_progress(trainer),
         }
         self.missing = ""
+        self.is_held = self.was_held = True
         self._spent_seconds += time.monotonic() - begun
 
     def drop(self, missing: str) -> None:
         """Forgets the cut: the state is no longer what follows from it in ways that are known."""
-        self.missing = missing
+        self.missing, self.is_held = missing, False
         if self._parts:
             self._parts = {}
+
+    def end_step(self) -> None:
+        """A step is over; to be called where `was_held`."""
+        self.drop("the optimizer step was over, and what belongs to the step besides was not")
+        self.was_held = False
 
     def changed(self, trainer: Trainer) -> str:
         """What has changed since the cut and was not remembered; "" if nothing."""

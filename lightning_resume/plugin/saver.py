@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 import warnings
@@ -110,6 +111,28 @@ class Saver:
         num_steps = trainer.global_step - self._due_from[0]
         return self._cadence.is_due(num_steps, time.monotonic() - self._due_from[1])
 
+    def next_due(self) -> tuple[float, float]:
+        """Moment of `time.monotonic` and `global_step` before which a cut has nothing to ask this object.
+
+        Where there is a save in flight, or memory to be made ready, that is now.
+        """
+        if self._in_flight or self._owed or (self.may_wait and not self._has_memory):
+            return 0.0, 0.0
+        interval = self._cadence.interval_seconds
+        step, seconds = self._due_from
+        tiers = [
+            (self._seen_step // every + 1) * every
+            for every in (
+                self._settings.archive_every_n_train_steps,
+                self._settings.save_weights_only_every_n_train_steps,
+            )
+            if every is not None
+        ]
+        return (
+            math.inf if interval is None else seconds + interval,
+            min(step + (self._cadence.every_n_train_steps or math.inf), *tiers, math.inf),
+        )
+
     def due(self, trainer: Trainer) -> str | None:
         """The kind of save that is due: "full", "weights" or None. All ranks must call, and are given the same.
 
@@ -214,8 +237,8 @@ class Saver:
         """Gets the memory for the copies, once there is optimizer state: behind the training, not in the first save."""
         if self._has_memory or not self.may_wait or not self._writer.is_idle:
             return
-        if not any(optimizer.state for optimizer in trainer.optimizers):
-            return
+        if trainer.global_step == 0 and not any(optimizer.state for optimizer in trainer.optimizers):
+            return  # there will be, if there ever is
         self._has_memory = True
         if trainer.is_global_zero:
             num_bytes = _state_bytes(trainer)

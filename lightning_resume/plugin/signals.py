@@ -40,8 +40,13 @@ class Signals:
     A second SIGINT is not waited with: it does at once what the handler before would have done.
     """
 
-    def __init__(self) -> None:
-        """Takes no notes yet."""
+    def __init__(self, tell: Callable[[], object] = int) -> None:
+        """Takes no notes yet.
+
+        Args:
+            tell: is called when one is noted, by the signal's handler.
+        """
+        self._tell = tell
         self._older: dict[int, Handler] = {}
         self._oldest: dict[int, Handler] = {}
         self._passed_on = -1
@@ -160,6 +165,7 @@ class Signals:
             _act(self._oldest.get(signum), signum)
             return
         self._noted[signum] += 1
+        self._tell()
         if signum == signal.SIGTERM:
             self._pass_over_workers()
         elif signum == signal.SIGINT and self.is_impatient:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inprocess import NotedToy, loader, make_trainer, plugin
 from lightning.pytorch.loggers import CSVLogger
 from toy import Job, run, saved_steps, step_dir
 
@@ -76,3 +77,34 @@ def test_losses_are_kept_on_the_cpu_whatever_the_default_device() -> None:
     history.note(1, torch.tensor(0.5))
 
     assert history.losses.tolist() == [0.5]
+
+
+def test_losses_are_those_that_every_hook_has_left(tmp_path: Path) -> None:
+    """They are read some steps later; the module's hook comes after the callbacks', and may change them in place."""
+
+    class Scaled(NotedToy):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            outputs["loss"] *= 2
+
+    module, callback = Scaled(), plugin(tmp_path / "ck", every_n_train_steps=3)
+    make_trainer(tmp_path, callback, max_epochs=10).fit(module, loader())
+
+    assert callback.history.losses.tolist() == [2 * float.fromhex(row["loss"]) for row in module.rows]
+
+
+def test_losses_of_all_kinds_are_kept_in_order() -> None:
+    """Numbers of other types and shapes in between, more than are read at once; what is no loss is left out."""
+    history = LossHistory()
+    outputs: list[Any] = [
+        torch.tensor(number, dtype=dtype).reshape(shape)
+        for number in range(100)
+        for dtype, shape in ((torch.float32, ()), (torch.float64, (1,)), (torch.bfloat16, (1, 1)), (torch.int64, ()))
+    ]
+    for step, output in enumerate(outputs, 1):
+        history.note(2 * step, {"loss": output} if step % 3 else output)
+        history.note(2 * step, torch.tensor(-1.0))
+        history.note(2 * step + 1, torch.ones(2))
+
+    assert history.steps.tolist() == [2 * step for step in range(1, 401)]
+    assert history.losses.tolist() == [float(number) for number in range(100) for _ in range(4)]
+    assert len(history) == 400

@@ -1,0 +1,47 @@
+"""Cuts at which nothing can be due: nearly all. A few comparisons tell them from the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lightning.pytorch import Trainer
+
+from lightning_resume.plugin import loops
+
+
+class Quiet:
+    """A time in which no cut needs anything of this package; for a run in one process.
+
+    It ends at a moment or at a step that are known when it begins, or when something comes between: SIGTERM as
+    Lightning notes it, or whatever else calls `end`.
+    """
+
+    def __init__(self) -> None:
+        """It has not begun."""
+        self._until_seconds = self._until_step = 0.0
+        self._count_steps: Callable[[], int] = int
+        self._has_received_sigterm: Callable[[], bool] = bool
+
+    def begin(self, trainer: Trainer, until_seconds: float, until_step: float) -> None:
+        """It lasts from now on.
+
+        Args:
+            trainer: at a cut.
+            until_seconds: of `time.monotonic`.
+            until_step: `global_step` at which it is over.
+        """
+        self._count_steps, self._has_received_sigterm = loops.step_counter(trainer), loops.sigterm_flag(trainer)
+        self._until_seconds, self._until_step = until_seconds, until_step
+
+    def end(self) -> None:
+        """It is over. A signal's handler may call this."""
+        self._until_seconds = 0.0
+
+    def lasts(self) -> bool:
+        """Whether the cut that training has come to can be passed."""
+        return (
+            time.monotonic() < self._until_seconds
+            and self._count_steps() < self._until_step
+            and not self._has_received_sigterm()
+        )
