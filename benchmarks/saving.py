@@ -32,7 +32,7 @@ from benchmarks.loads import Loads
 from benchmarks.machine import PeakMemory, facts
 from benchmarks.saves import Raw, Saves, take_turns
 from benchmarks.states import State, adapted_state, big_state, bytes_of, resume, small_state, state_of, trained
-from benchmarks.steps import timeline
+from benchmarks.steps import InProcess, InThread, timeline
 from lightning_resume.format.checkpoint import read_checkpoint
 from lightning_resume.format.prepared import prepare_checkpoint
 
@@ -82,10 +82,11 @@ def measure_state(
     result: dict[str, Any] = {"num_bytes": bytes_of(state), "save": take_turns(saves.contenders(raw), folder, rounds)}
     del raw
     if take_over is not None:
-        place = folder / "timeline"
-        place.mkdir()
-        result["timeline"] = timeline(saves, place, 3, rest_seconds)
-        shutil.rmtree(place)
+        for name, behind in (("timeline", InThread()), ("timeline of a process", InProcess())):
+            place = folder / "timeline"
+            place.mkdir()
+            result[name] = timeline(saves, behind, place, 3, rest_seconds)
+            shutil.rmtree(place)
     saves.image = None  # type: ignore[assignment]
     gc.collect()
     place = folder / "loads"
