@@ -130,7 +130,7 @@ class Saves:
         if not self.frozen:  # as if it had been trained meanwhile: nothing is to be linked
             self.image.kept.clear()
         checkpoint = prepare_checkpoint(path, self.state, frozen=self.frozen, plans=self.plans)
-        checkpoint.copy_into(self.image, compare_later=True, is_untouched=True)
+        checkpoint.copy_into(self.image, compare_later=True)
         return checkpoint
 
     def ours_in_background(self, folder: Path, num_threads: int) -> dict[str, float]:

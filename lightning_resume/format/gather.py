@@ -47,9 +47,10 @@ def part_data(part: Part) -> memoryview:
 
 
 def copy_parts(parts: Sequence[Part], memory: torch.Tensor) -> None:
-    """Copies the parts of one file, or some of them, on this thread; see `copy_files`."""
+    """Copies the parts of one file, or some of them, on this thread; see `copy_files`, also for what it raises."""
     layout = _Layout(parts, memory)
     for run, to in layout.runs:
+        run.look()
         run.copy_to(to)
     _move(layout.small, copy_small)
     _move(layout.large, ctypes.memmove)
@@ -60,7 +61,6 @@ def copy_files(
     files: Sequence[tuple[Sequence[Part], torch.Tensor]],
     *,
     compare: Collection[int] = (),
-    is_untouched: bool = False,
     non_blocking: bool = False,
 ) -> list[bool]:
     """Copies the contents of files, much of it on several threads. Draws no random number, touches no autograd graph.
@@ -70,7 +70,6 @@ def copy_files(
     Args:
         files: for each its parts, and where they go: uint8, 1-D, of just their size, at the beginning of a page.
         compare: numbers of the files that are compared with what is in memory before, byte for byte.
-        is_untouched: nobody has touched the state since runs were made of it; else they are looked at again.
         non_blocking: copies from an accelerator are only queued, on its current stream.
 
     Returns:
@@ -78,8 +77,9 @@ def copy_files(
 
     Raises:
         UnsupportedStateError: a value changed its size since it was planned.
+        DifferentError: the tensors of a run are other ones than those that it was planned for.
     """
-    layouts = [_Layout(parts, memory, is_untouched) for parts, memory in files]
+    layouts = [_Layout(parts, memory) for parts, memory in files]
     is_equal = [number in compare and not layout.targets for number, layout in enumerate(layouts)]
 
     def copy(bundle: tuple[int, Iterable[Piece]], move: Callable[[int, int, int], object] = ctypes.memmove) -> None:
@@ -94,6 +94,7 @@ def copy_files(
 
     def copy_run(place: tuple[int, Run, int]) -> None:
         number, run, to = place
+        run.look()
         if not is_equal[number] or not run.is_at(to):
             is_equal[number] = False
             run.copy_to(to)
@@ -117,10 +118,12 @@ def pieces_of(parts: Sequence[Part], memory: torch.Tensor) -> tuple[list[Piece],
 
     Raises:
         UnsupportedStateError: a value changed its size since it was planned.
+        DifferentError: as in `copy_files`.
     """
     layout = _Layout(parts, memory)
     pieces = [*layout.small, *layout.large]
     for run, to in layout.runs:
+        run.look()
         pieces += run.pieces(to)
     return pieces, layout
 
@@ -151,17 +154,15 @@ class _Layout:
     Args:
         parts: of the file; the layout keeps them alive, with the memory that it has the addresses of.
         memory: where they go.
-        is_untouched: runs are not looked at again.
 
     Attributes:
         large: the pieces of `LARGE_BYTES` and more.
         small: the others.
-        runs: runs that have none but small ones, and the address that each goes to.
+        runs: runs that have none but small ones, and the address that each goes to; they are still to be looked at.
         targets: what torch copies to.
     """
 
-    def __init__(self, parts: Sequence[Part], memory: torch.Tensor, is_untouched: bool = False) -> None:
-        self._is_untouched = is_untouched
+    def __init__(self, parts: Sequence[Part], memory: torch.Tensor) -> None:
         self.large: list[Piece] = []
         self.targets: list[torch.Tensor] = []
         self.small: list[Piece] = []
@@ -181,11 +182,10 @@ class _Layout:
     def _add_runs(self, runs: Iterable[Run], begin: int) -> int:
         for run in runs:
             to = self._memory.data_ptr() + begin
-            if not self._is_untouched:  # of all before any is copied: copying takes them out of the processor's cache
-                run.require_same_memory()
-            if run.largest_bytes < LARGE_BYTES:
+            if run.row.largest_bytes < LARGE_BYTES:
                 self.runs.append((run, to))
             else:
+                run.look()
                 self._add_pieces(run.pieces(to))
             begin += run.num_bytes
         return begin

@@ -4,8 +4,8 @@ The state of the next save is walked beside that of the last one. As long as eve
 and every tensor the same type, dtype, shape, strides and flags, the plan is taken again, with the new tensors in it;
 numbers and texts are encoded anew. At the first difference the state is encoded from the start.
 
-The tensors are checked here, once, and their addresses noted (see `runs`): until they are copied or written, nothing of
-the state may be resized or given other memory.
+The tensors are only collected here. They are looked at when they are copied (see `runs`), and a difference that is
+found then leads to the same.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning_resume.format import blocks
 from lightning_resume.format.blobs import Blob, BlobStore
 from lightning_resume.format.gather import Part, part_bytes
 from lightning_resume.format.planned import PlannedFile
-from lightning_resume.format.runs import MAX_TENSORS, DifferentError, Row
+from lightning_resume.format.runs import MAX_TENSORS, DifferentError, Row, Run
 from lightning_resume.format.skeleton import MAX_STATE_BYTES, TAG, state_to_bytes
-from lightning_resume.format.structure import Container, Leaf
+from lightning_resume.format.structure import TENSORS, Container, Leaf
 from lightning_resume.format.tensors import bytes_in_place
 from lightning_resume.format.tree import FindEncoder
 
@@ -45,7 +45,7 @@ class PlanCache:
         self.version = 0
         self._plan: _Plan | None = None
         self._num_misses = 0
-        self._is_missed = False
+        self._is_missed = self._is_again = False
 
     def find(
         self, key: object, state: Mapping[str, Any], find_encoder: FindEncoder
@@ -58,7 +58,7 @@ class PlanCache:
             find_encoder: the encoder of a type.
         """
         self.version += 1
-        self._is_missed = False
+        self._is_missed, self._is_again = self._is_again, False
         plan, self._plan = self._plan, None
         if plan is None or plan.key != key:
             return None
@@ -67,7 +67,7 @@ class PlanCache:
         except (DifferentError, UnsupportedStateError, AttributeError, RuntimeError):
             self._miss()  # what is wrong with the state, if anything, is told by encoding it
             return None
-        self._plan, self._num_misses = plan, 0
+        self._plan = plan
         return found
 
     def keep(
@@ -82,6 +82,21 @@ class PlanCache:
         except (DifferentError, RuntimeError):
             self._miss()
 
+    def require_distinct(self) -> None:
+        """To be called when all tensors of the state that was prepared last were looked at.
+
+        Raises:
+            DifferentError: one piece of memory has two names in it.
+        """
+        if self._plan is not None:
+            self._plan.require_distinct()
+
+    def drop(self) -> None:
+        """The state that was prepared last does not fit after all: what comes next is the same state again."""
+        self._plan = None
+        self._miss()
+        self._is_again = True
+
     def _miss(self) -> None:
         self._num_misses += not self._is_missed  # once for each state
         self._is_missed = True
@@ -90,6 +105,8 @@ class PlanCache:
         """Lets go of the tensors: they were copied, or written."""
         if self._plan is not None:
             self._plan.empty()
+            if self._plan.is_filled:  # and all of it was found to fit
+                self._num_misses = 0
 
 
 class _Plan:
@@ -123,6 +140,8 @@ class _Plan:
         self._top = Container(dict(state), nodes, self)
         if len(self._tensors) + len(self._others) != len(blobs):
             raise DifferentError
+        self._num_tensors = len(self._tensors)
+        self._places: set[int] | None = None  # of the state that was filled in last
         self._by_node = {}
         positions = {id(blob): position for position, blob in enumerate(self._tensors)}
         self._files = [(replace(file, parts=[]), _parts(file.parts, positions)) for file in files]
@@ -154,26 +173,35 @@ class _Plan:
         tensors: list[Any] = []
         leaves: list[tuple[Leaf, Any]] = []
         self._top.visit(dict(state), tensors, leaves)
+        if not set(map(type, tensors)) <= TENSORS:
+            raise DifferentError
         places: set[int] = set()
+        self._places = places
         files = []
         for file, planned in self._files:
             parts: list[Part] = []
             for part, take in planned:
                 if isinstance(part, Row):
-                    run = part.fill(take(tensors))
-                    places.update(run.addresses)
-                    parts.append(run)
+                    parts.append(Run(part, take(tensors), places))
                 else:
                     parts.append(part)
             files.append(replace(file, parts=parts))
-        if len(places) != len(tensors):  # two names for one piece of memory
-            raise DifferentError
         with_data = [id(value) for leaf, value in leaves if leaf.blob is not None]
         if len(set(with_data)) != len(with_data):  # one array or list under two names
             raise DifferentError
         for leaf, value in leaves:
             leaf.fill(value, find_encoder)
         return self._text(), files
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether another state than its own was put in."""
+        return self._places is not None
+
+    def require_distinct(self) -> None:
+        """Raises `DifferentError` if not every tensor that was looked at has memory of its own."""
+        if self._places is not None and len(self._places) != self._num_tensors:
+            raise DifferentError
 
     def _text(self) -> bytes:
         try:

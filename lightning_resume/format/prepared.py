@@ -7,10 +7,10 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,8 +27,10 @@ from lightning_resume.format.lanes import write_files
 from lightning_resume.format.links import KeptFile, keep_file, link_file
 from lightning_resume.format.planned import PlannedFile
 from lightning_resume.format.plans import PlanCache
+from lightning_resume.format.runs import DifferentError
 from lightning_resume.format.threads import default_threads, for_each
 
+T = TypeVar("T")
 LINKED_BYTES = 2**20  # a smaller file is written in no time
 
 
@@ -47,22 +49,42 @@ class PreparedCheckpoint:
         self,
         path: Path,
         draft: CheckpointIndex,
-        files: list[PlannedFile],
+        encode: Callable[[], list[PlannedFile]],
         overwrite: bool,
         plans: PlanCache | None = None,
     ) -> None:
         """Use `prepare_checkpoint`."""
         self.path = path
         self._draft = draft
-        self._files = files
+        self._encode: Callable[[], list[PlannedFile]] | None = encode
         self._overwrite = overwrite
         self._image: Image | None = None
         self._image_version = 0
-        self._plans, self._plan_version = plans, plans.version if plans else 0
-        self.num_bytes = sum(file.num_bytes for file in files)
-        self.image_bytes = sum(whole_pages(file.num_bytes) for file in files)
+        self._plans = plans
+        self._take_files()
 
-    def copy_into(self, image: Image, *, compare_later: bool = False, is_untouched: bool = False) -> None:
+    def _take_files(self) -> None:
+        """Encodes the state, and plans its files."""
+        if self._encode is None:
+            raise RuntimeError(f"the state of {os.fspath(self.path)!r} was let go of")
+        with paused_collection():
+            self._files = self._encode()
+        self._plan_version = self._plans.version if self._plans else 0
+        self.num_bytes = sum(file.num_bytes for file in self._files)
+        self.image_bytes = sum(whole_pages(file.num_bytes) for file in self._files)
+
+    def _despite_differences(self, action: Callable[[], T]) -> T:
+        """Does something with the files. If tensors are not what a kept plan says, they are planned anew, once."""
+        try:
+            return action()
+        except DifferentError:
+            if self._plans is None:
+                raise
+            self._plans.drop()
+            self._take_files()
+            return action()
+
+    def copy_into(self, image: Image, *, compare_later: bool = False) -> None:
         """Copies all data into the image, from which it will be written; whatever was in there is overwritten.
 
         A file whose bytes are found in the image already, where the save before had left them, will be linked from
@@ -72,13 +94,18 @@ class PreparedCheckpoint:
             image: not used by a save that is not committed yet.
             compare_later: frozen files that were probably not written to are compared by `commit`; until it returns
                 their tensors must not be resized. See `claims`.
-            is_untouched: nobody has touched the state since it was prepared, on any thread; that is not looked at.
 
         Raises:
             UnsupportedStateError: a value changed its size since it was prepared.
             MemoryError: there is no memory for an image.
         """
         self._require_own_state()
+        self._despite_differences(lambda: self._copy(image, compare_later))
+        self._image, self._image_version, self._encode = image, image.version, None
+        if self._plans is not None:
+            self._plans.release()
+
+    def _copy(self, image: Image, compare_later: bool) -> None:
         with paused_collection():
             places = image.divide({file.name: file.num_bytes for file in self._files})
             kept, image.kept = image.kept, {}  # void, should the copying fail
@@ -90,16 +117,15 @@ class PreparedCheckpoint:
             if devices:
                 image.pin()
             with beside_training(devices):
-                is_equal = copy_files(contents, compare=compare, is_untouched=is_untouched, non_blocking=bool(devices))
+                is_equal = copy_files(contents, compare=compare, non_blocking=bool(devices))
+            if self._plans is not None:
+                self._plans.require_distinct()
             known = [file.name for file, is_same in zip(files, is_equal, strict=True) if is_same]
             image.kept = {name: kept[name] for name in [*known, *claimed]}
             image.marks = {file.name: marks_of(file.parts) for file in self._files if file.is_frozen}
             for file in self._files:
                 file.claim = claimed.get(file.name)
                 file.image, file.parts = places[file.name].numpy().data, []
-        self._image, self._image_version = image, image.version
-        if self._plans is not None:
-            self._plans.release()
 
     def _claim(
         self, kept: Mapping[str, KeptFile], places: Mapping[str, torch.Tensor], marks: Mapping[str, Marks | None]
@@ -145,13 +171,15 @@ class PreparedCheckpoint:
         written: dict[str, KeptFile] = {}
         try:
             fill = functools.partial(self._fill, num_threads or default_threads(), known, written)
-            index = commit_directory(self.path, fill, overwrite=self._overwrite)
+            write = functools.partial(commit_directory, self.path, fill, overwrite=self._overwrite)
+            index = self._despite_differences(write)
         except ResumeError:
             raise
         except OSError as error:
             raise CheckpointWriteError(self.path, error) from error
         known.clear()
         known.update(written)
+        self._encode = None
         if self._plans is not None and self._image is None:
             self._plans.release()
         return index
@@ -173,6 +201,8 @@ class PreparedCheckpoint:
         entries = write_files(directory, [file for file in self._files if file.name not in linked], num_threads)
         entries = {file.name: linked.get(file.name) or entries[file.name] for file in self._files}
         self._require_own_state()
+        if self._plans is not None and self._image is None:
+            self._plans.require_distinct()
         for name, entry in entries.items():
             if entry.num_bytes >= LINKED_BYTES:
                 written[name] = keep_file(directory / name, entry, self.path / name)
@@ -204,8 +234,8 @@ def prepare_checkpoint(
     `frozen` names the model's tensors that are expected not to change from save to save. They get files of their own,
     which need not be written again. Whether they changed is found by their contents: a wrong name costs time only.
     `plans` is for a caller who saves again and again: with very many tensors, the next state is prepared in a fifth of
-    the time. A checkpoint that was prepared with it has to be copied or written before the next one is prepared.
-    Until then nothing of the state may be resized or given other memory: where it is seen, the save is refused.
+    the time. A checkpoint that was prepared with it has to be copied or written before the next one is prepared. Its
+    tensors are looked at only then: where they are not what was planned, all of the state is encoded again.
     """
     target = _target(path)
     if kind not in KINDS:
@@ -219,9 +249,7 @@ def prepare_checkpoint(
         raise
     except OSError as error:
         raise CheckpointWriteError(path, error) from error
-    with paused_collection():
-        layout = Layout(model_key, optimizer_key, max_shard_bytes, frozenset(frozen))
-        files = encode_files(state, rank_states, layout, plans)
+    layout = Layout(model_key, optimizer_key, max_shard_bytes, frozenset(frozen))
     draft = CheckpointIndex(
         kind=kind,
         files={},
@@ -234,7 +262,8 @@ def prepare_checkpoint(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     index_to_bytes(draft.with_files({"state.json": FileEntry(0, "0" * 64)}))  # refuses what it cannot hold
-    return PreparedCheckpoint(target, draft, files, overwrite, plans)
+    encode = functools.partial(encode_files, state, rank_states, layout, plans)
+    return PreparedCheckpoint(target, draft, encode, overwrite, plans)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

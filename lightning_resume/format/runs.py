@@ -1,14 +1,14 @@
 """Tensors that follow each other in a file, checked and copied many at a time: python's cost of each is what counts.
 
-A `Row` knows what was true of such tensors when they were encoded one by one. It makes a `Run` of their successors,
-if all of that is true of them too. Everything is asked of the tensors of a row by loops in C, and of one row after the
+A `Row` knows what was true of such tensors when they were encoded one by one. A `Run` has their successors, of which
+all of that has to be true too. Everything is asked of the tensors of a row by loops in C, and of one row after the
 other, so that they are still in the processor's cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, starmap
 from operator import attrgetter, ge
 from typing import Any
@@ -33,58 +33,60 @@ class DifferentError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """A part of a file: tensors whose memory was found to be what the file is to have.
+    """A part of a file: tensors that take the places of others. Whether they can is seen when they are looked at.
 
-    From then on nothing may be resized, and no tensor may be given other memory, until it is copied. It would be
-    refused, since the addresses are asked for again; unless another piece of memory came to the same address.
+    That is done right before they are copied: what is looked at was brought into the processor's cache, and nothing can
+    come between.
 
     Attributes:
-        blobs: what they are called.
-        tensors: kept alive, with their memory.
-        addresses: of their memory.
-        sizes: of each, in bytes; at least one.
-        listed: both, as `gather_memory` takes them.
-        num_bytes: of all.
-        largest_bytes: of the largest.
+        row: what has to be true of them.
+        tensors: kept alive.
+        places: of the whole state; the addresses of those that were looked at are added.
+        addresses: of their memory, once they were looked at.
     """
 
-    blobs: Sequence[Blob]
+    row: Row
     tensors: Sequence[torch.Tensor]
-    addresses: list[int]
-    sizes: list[int]
-    listed: np.ndarray[Any, Any]
-    num_bytes: int
-    largest_bytes: int
+    places: set[int]
+    addresses: list[int] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all."""
+        return self.row.num_bytes
+
+    def look(self) -> None:
+        """Looks at the tensors. From now on none may be resized or given other memory until it is copied.
+
+        Raises:
+            DifferentError: they are not plain tensors of the same types, dtypes, shapes, strides and flags as the
+                others, in memory that is all there.
+        """
+        try:
+            self.addresses = self.row.addresses_of(self.tensors)
+        except (AttributeError, RuntimeError) as error:  # of torch: it has no strides, no storage, a layout of its own
+            raise DifferentError from error
+        self.places.update(self.addresses)
 
     def pieces(self, to: int) -> Iterator[Piece]:
         """What is to be copied to an address."""
-        return zip(accumulate(self.sizes, initial=to), self.addresses, self.sizes)  # noqa: B905 (one sum more)
+        sizes = self.row.sizes
+        return zip(accumulate(sizes, initial=to), self.addresses, sizes)  # noqa: B905 (one sum more)
 
     def copy_to(self, to: int) -> None:
         """Copies all to an address."""
-        gather_memory(to, self.listed, self.num_bytes)
+        gather_memory(to, self.row.listed(self.addresses), self.num_bytes)
 
     def is_at(self, to: int) -> bool:
         """Whether the same bytes are at an address."""
         return all(starmap(compare_memory, self.pieces(to)))
 
     def data(self) -> memoryview:
-        """The bytes of all; a copy if there are several tensors.
-
-        Raises:
-            UnsupportedStateError: a tensor has other memory than when it was checked.
-        """
-        self.require_same_memory()
+        """The bytes of all; a copy if there are several tensors. Looks at them first."""
+        self.look()
         if len(self.tensors) == 1:
             return bytes_in_place(self.tensors[0])
         return memoryview(b"".join(map(bytes_in_place, self.tensors)))
-
-    def require_same_memory(self) -> None:
-        """Raises `UnsupportedStateError` if a tensor has other memory than when it was checked."""
-        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        if addresses != self.addresses:
-            changed = next(n for n, address in enumerate(addresses) if address != self.addresses[n])
-            self.blobs[changed].refuse_change()
 
 
 class Row:
@@ -93,14 +95,18 @@ class Row:
     Args:
         blobs: the others: encoded just now as `bytes_in_place`, none of them empty.
 
+    Attributes:
+        sizes: of each, in bytes; at least one.
+        num_bytes: of all.
+        largest_bytes: of the largest.
+
     Raises:
         DifferentError: something else than plain tensors is among them.
     """
 
     def __init__(self, blobs: Sequence[Blob]) -> None:
-        self.blobs = blobs
         self.sizes = [blob.num_bytes for blob in blobs]
-        self.num_bytes, self._largest_bytes = sum(self.sizes), max(self.sizes)
+        self.num_bytes, self.largest_bytes = sum(self.sizes), max(self.sizes)
         tensors = [blob.owner for blob in blobs]
         self._kinds: list[type] = list(map(type, tensors))
         if not set(self._kinds) <= {torch.Tensor, torch.nn.Parameter}:
@@ -118,17 +124,15 @@ class Row:
         ]
         if not all(tensor.is_contiguous() and tensor.nbytes == size for tensor, size in zip(tensors, self.sizes)):  # noqa: B905
             raise DifferentError
-        self.fill(tensors)
+        self.addresses_of(tensors)
 
-    def fill(self, tensors: Sequence[Any]) -> Run:
-        """A run of as many other values.
-
-        What has no strides, or no storage, or a layout of its own, raises an error of torch's when it is asked for it.
+    def addresses_of(self, tensors: Sequence[Any]) -> list[int]:
+        """Where the memory of as many other values is.
 
         Raises:
             DifferentError: they are not plain tensors of the same types, dtypes, shapes, strides and flags in memory
                 that is all there.
-            RuntimeError: the same, from torch.
+            AttributeError, RuntimeError: the same, from torch.
         """
         kinds = list(map(type, tensors))  # before anything else: from here on they are known to be tensors
         if kinds != self._kinds or list(map(_flags, tensors)) != self._flags:
@@ -151,4 +155,8 @@ class Row:
         storages = map(torch.Tensor.untyped_storage, tensors)
         if not all(map(ge, map(torch.UntypedStorage.nbytes, storages), self._spans)):
             raise DifferentError
-        return Run(self.blobs, tensors, addresses, self.sizes, self._listed, self.num_bytes, self._largest_bytes)
+        return self._addresses
+
+    def listed(self, addresses: list[int]) -> np.ndarray[Any, Any]:
+        """The places as `gather_memory` takes them; kept for the addresses that were looked at last."""
+        return self._listed if addresses is self._addresses else list_pieces(addresses, self.sizes)

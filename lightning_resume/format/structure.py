@@ -17,7 +17,7 @@ from lightning_resume.format.skeleton import GROUP, NAME, TAG
 from lightning_resume.format.strict_json import dump_json
 from lightning_resume.format.tree import EncodeWalk, FindEncoder
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _CONSTANT = (int, str, bool)  # they do not change in place, and do not differ where they are equal, as 0.0 and -0.0 do
 
@@ -48,7 +48,7 @@ class Leaf:
 
     def fill(self, value: Any, find_encoder: FindEncoder) -> None:
         """Encodes the value's successor; with data it has to differ in nothing but that."""
-        if type(value) in _TENSORS or (type(value) in _CONTAINERS and self.blob is None):
+        if type(value) in TENSORS or (type(value) in _CONTAINERS and self.blob is None):
             raise DifferentError
         store = BlobStore()
         node = EncodeWalk(find_encoder, store).encode(value)
@@ -147,7 +147,7 @@ class Container:
 
 def _child(item: Any, holder: Any, index: Any, finder: DataFinder) -> Container | Leaf | None:
     """What stands for an item of a container; None for a tensor."""
-    if type(item) in _TENSORS:
+    if type(item) in TENSORS:
         finder.add_tensor(holder[index])
         return None
     blob = finder.add_data(holder[index])

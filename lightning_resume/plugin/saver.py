@@ -342,7 +342,7 @@ class Saver:
 
     def _is_copied(self, prepared: PreparedCheckpoint, may_trust: bool) -> bool:
         try:
-            prepared.copy_into(self._image, compare_later=may_trust, is_untouched=True)
+            prepared.copy_into(self._image, compare_later=may_trust)
         except MemoryError as error:
             warnings.warn(f"the save {str(prepared.path)!r} is made at once: no {error}", stacklevel=2)
             return False

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_resume.errors import UnsupportedStateError
 from lightning_resume.format import blocks, plans
+from lightning_resume.format.checkpoint import read_checkpoint
 from lightning_resume.format.image import Image
 from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.prepared import prepare_checkpoint
@@ -55,10 +56,10 @@ def is_planned(cache: PlanCache, value: State, folder: Path, **arguments: Any) -
     version = cache.version
     before = cache._plan
     checkpoint = prepare_checkpoint(folder / f"with-{version}", value, plans=cache, **arguments)
-    was_used = before is not None and cache._plan is before
     if version % 2:
         checkpoint.copy_into(Image())
     index = checkpoint.commit()
+    was_used = before is not None and cache._plan is before
     fresh = prepare_checkpoint(folder / f"without-{version}", value, **arguments).commit()
     assert index.files == fresh.files
     return was_used
@@ -223,14 +224,14 @@ def test_a_storage_that_comes_back_shorter_to_its_address_is_refused(tmp_path: P
         cache, weights = PlanCache(), {"weight": torch.randn(1000)}
         fences.append((weights, torch.randn(1000)))  # kept: the next one lies elsewhere
         for step in range(2):
-            prepare_checkpoint(tmp_path / f"{number}-{step}", {"state_dict": weights}, plans=cache)
+            prepare_checkpoint(tmp_path / f"{number}-{step}", {"state_dict": weights}, plans=cache).commit()
         if comes_back_shorter(weights["weight"]):
             break
     else:
         pytest.skip("no storage came back to its address")
 
     with pytest.raises(UnsupportedStateError, match=r"state_dict\.weight"):
-        prepare_checkpoint(tmp_path / "c", {"state_dict": weights}, plans=cache)
+        prepare_checkpoint(tmp_path / "c", {"state_dict": weights}, plans=cache).commit()
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,9 +254,10 @@ UNSUPPORTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 @pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("finish", ["copy", "commit"])
 @pytest.mark.parametrize("change", UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_a_tensor_that_cannot_be_saved_is_named_with_a_plan_too(
-    change: Callable[[torch.Tensor], Any], tmp_path: Path
+    change: Callable[[torch.Tensor], Any], finish: str, tmp_path: Path
 ) -> None:
     """It stands where a plain one of the same shape stood: it is seen, and refused as it is without a plan."""
     cache = PlanCache()
@@ -264,37 +266,60 @@ def test_a_tensor_that_cannot_be_saved_is_named_with_a_plan_too(
     wrong["state_dict"]["0.weight"] = change(wrong["state_dict"]["0.weight"])
 
     with pytest.raises(UnsupportedStateError) as caught:
-        prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+        checkpoint = prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+        checkpoint.copy_into(Image()) if finish == "copy" else checkpoint.commit()
 
     assert caught.value.key_path == "state_dict.0.weight"
+    assert not list(tmp_path.glob("c*")) and not list(tmp_path.glob(".c*"))
     assert not is_planned(cache, state(2), tmp_path)
 
 
-def cut_short(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(4)
-
-
-def replace_memory(tensor: torch.Tensor) -> None:
-    tensor.data = torch.full_like(tensor, 7)
-
-
 @pytest.mark.parametrize("finish", ["copy", "commit"])
-@pytest.mark.parametrize("change", [cut_short, replace_memory])
-def test_other_memory_between_preparing_and_copying_is_refused(
-    change: Callable[[torch.Tensor], None], finish: str, tmp_path: Path
-) -> None:
-    """The addresses that were noted are another tensor's by then, or nobody's."""
+def test_a_tensor_that_is_cut_short_before_it_is_copied_is_refused(finish: str, tmp_path: Path) -> None:
+    """It is looked at right before it is copied."""
     cache = PlanCache()
     is_planned(cache, state(), tmp_path)
     later = state(1)
     checkpoint = prepare_checkpoint(tmp_path / "c", later, plans=cache)
-    change(later["optimizer_states"][0]["state"][1]["exp_avg"])
+    later["optimizer_states"][0]["state"][1]["exp_avg"].untyped_storage().resize_(4)
 
     with pytest.raises(UnsupportedStateError) as caught:
         checkpoint.copy_into(Image()) if finish == "copy" else checkpoint.commit()
 
     assert caught.value.key_path == "optimizer_states.0.state.1.exp_avg"
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("finish", ["copy", "commit"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (5,)])
+def test_a_tensor_that_is_given_other_memory_before_it_is_copied_is_saved_as_it_is(
+    shape: tuple[int, ...], finish: str, tmp_path: Path
+) -> None:
+    """Of the same shape or of another: it is read when it is copied, with a plan as without."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    later = state(1)
+    checkpoint = prepare_checkpoint(tmp_path / "c", later, plans=cache)
+    later["optimizer_states"][0]["state"][1]["exp_avg"].data = torch.full(shape, 7.0)
+
+    if finish == "copy":
+        checkpoint.copy_into(Image())
+    index = checkpoint.commit()
+
+    assert index.files == prepare_checkpoint(tmp_path / "d", later).commit().files
+    read = read_checkpoint(tmp_path / "c")["optimizer_states"][0]["state"][1]["exp_avg"]
+    assert torch.equal(read, torch.full(shape, 7.0))
+
+
+def test_a_state_whose_tensors_never_fit_is_not_planned_for_ever(tmp_path: Path) -> None:
+    """A difference that is found when tensors are copied costs all of the planning again: three times, no more."""
+    cache = PlanCache()
+    used = [
+        is_planned(cache, {"state_dict": {"w": torch.ones(2, n), "v": torch.ones(3)}}, tmp_path) for n in range(1, 9)
+    ]
+
+    assert used == [False] * 8
+    assert cache._plan is None
 
 
 @pytest.mark.parametrize("block_bytes", [4096, 8192, 4 * 2**20])
