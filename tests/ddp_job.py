@@ -40,6 +40,9 @@ class Sends(Callback):
 def main(folder: Path, name: str, checkpoint: str, *sends: str) -> None:
     """Trains."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # Below the ports that the system hands out: the free one that Lightning looks for may be another job's by the time
+    # it is used. The second process inherits it.
+    os.environ.setdefault("MASTER_PORT", str(10_000 + os.getpid() % 20_000))
     open_log(folder / f"{name}-{rank}.jsonl", folder / f"{name}-{rank}.err")
     torch.set_num_threads(1)
     seed_everything(1 if checkpoint == "none" else 999, workers=True, verbose=False)
