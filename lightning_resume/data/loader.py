@@ -91,8 +91,13 @@ class ResumableLoader:
         Args:
             iterator: what `iter` returned for that pass; anything else changes nothing.
         """
-        if isinstance(iterator, CountedIterator):
-            self.__dict__["_engine"].current = iterator.progress
+        engine = self.__dict__["_engine"]
+        if not isinstance(iterator, CountedIterator):
+            return
+        if engine.is_persistent and engine.current is not None and engine.current.is_made:
+            iterator.progress = engine.current  # persistent workers serve one pass: this one goes on in the newest
+        else:
+            engine.current = iterator.progress
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ResumableLoader, (self.__dict__["_wrapped"],)

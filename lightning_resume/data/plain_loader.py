@@ -15,6 +15,8 @@ from lightning_resume.errors import StateMismatchError
 class IterableEngine:
     """Iterates any iterable and keeps what `ResumableLoader.state_dict` reports."""
 
+    is_persistent = False
+
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.held = False

@@ -225,7 +225,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         loops.wrap_loaders(trainer, lambda loader: self._wrap(trainer, loader))
 
     def _wrap(self, trainer: Trainer, loader: object) -> object:
-        if type(loader) is ResumableLoader:
+        if type(loader) is ResumableLoader:  # by the user, or by an earlier fit
+            loader.tell(self._quiet.end)
             return loader
         wrapped = positional.wrap(trainer, loader, self._item_seed)
         wrapped.tell(self._quiet.end)
@@ -476,6 +477,7 @@ class AtomicResumeCallback(ModelCheckpoint):
         if trainer.state.fn != TrainerFn.FITTING or not loops.has_data(trainer):
             return
         loops.drop_loader_state(checkpoint)
+        loops.follow_passes(trainer)
         state = capture_rank_state(
             trainer,
             moment=self._moment,

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-# Reading a tensor's value in the middle of a step takes longer than all else here, as nothing of it is in the
-# processor's cache: it is done for some at once. On a device it waits for the step.
-_GROUP = 64
-_GROUP_ON_DEVICE = 1000
+_READ_AFTER = 1000  # device tensors are moved to the CPU in groups: one synchronisation for all
 
 
 class LossHistory:
@@ -19,7 +16,7 @@ class LossHistory:
     Attributes:
         steps: int64 tensor, `global_step` after each optimizer step whose loss is known.
         losses: float64 tensor of the same length: the loss of the batch that completed the step, as Lightning hands it
-            to `on_train_batch_end` (divided by `accumulate_grad_batches`), and as the hooks there leave it.
+            to `on_train_batch_end` (divided by `accumulate_grad_batches`).
     """
 
     def __init__(self) -> None:
@@ -28,7 +25,6 @@ class LossHistory:
         self._new_steps: list[int] = []
         self._new_losses: list[float] = []
         self._waiting: list[torch.Tensor] = []
-        self._group = _GROUP
         self._last_step = 0
 
     @property
@@ -53,17 +49,21 @@ class LossHistory:
         self._last_step = global_step
         loss = outputs.get("loss") if type(outputs) is dict or isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            if len(self._waiting) >= self._group:  # of this one, a hook after this may still change the value
-                self._read()
+            # Its value now: others hold the tensor too, and may add the next losses to it.
             self._new_steps.append(global_step)
-            self._waiting.append(loss.detach())
+            if loss.is_cpu:
+                if self._waiting:
+                    self._read()
+                self._new_losses.append(loss.item())
+            else:
+                self._waiting.append(loss.detach().clone())
+                if len(self._waiting) >= _READ_AFTER:
+                    self._read()
 
     def _read(self) -> None:
         losses, self._waiting = self._waiting, []
-        if len({(loss.shape, loss.dtype, loss.device) for loss in losses}) > 1:
-            losses = [loss.reshape(()).to("cpu", torch.float64) for loss in losses]
-        self._group = _GROUP if losses[0].is_cpu else _GROUP_ON_DEVICE
-        self._new_losses += torch.stack(losses).flatten().tolist()
+        device = losses[0].device
+        self._new_losses += torch.stack([loss.reshape(()).to(device, torch.float64) for loss in losses]).tolist()
 
     def _flush(self) -> None:
         if self._waiting:

@@ -128,15 +128,14 @@ def is_saveable(trainer: Trainer) -> bool:
 
 
 def step_counter(trainer: Trainer) -> Callable[[], int]:
-    """What `global_step` counts, without the properties on the way to it: they take longer than a cut may.
+    """What `global_step` counts, without most of the properties on the way to it: they take longer than a cut may.
 
-    Good while the same module is trained in the same way (with automatic or manual optimization).
+    Good while the same module is trained; it may change between automatic and manual optimization.
     """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    if trainer.lightning_module.automatic_optimization:
-        progress = epoch_loop.automatic_optimization.optim_progress
-        return functools.partial(attrgetter("optimizer.step.total.completed"), progress)
-    return functools.partial(attrgetter("total.completed"), epoch_loop.manual_optimization.optim_step_progress)
+    epoch_loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    manual = epoch_loop.manual_optimization.optim_step_progress.total
+    return lambda: (automatic if module.automatic_optimization else manual).completed
 
 
 def sigterm_flag(trainer: Trainer) -> Callable[[], bool]:

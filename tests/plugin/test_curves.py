@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from inprocess import NotedToy, loader, make_trainer, plugin
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from toy import Job, run, saved_steps, step_dir
 
@@ -79,17 +80,32 @@ def test_losses_are_kept_on_the_cpu_whatever_the_default_device() -> None:
     assert history.losses.tolist() == [0.5]
 
 
-def test_losses_are_those_that_every_hook_has_left(tmp_path: Path) -> None:
-    """They are read some steps later; the module's hook comes after the callbacks', and may change them in place."""
+def test_losses_are_those_that_lightning_hands_out(tmp_path: Path) -> None:
+    """A callback that adds the next losses to the first in place, as a sum, does not change what is kept."""
 
-    class Scaled(NotedToy):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            outputs["loss"] *= 2
+    class Sum(Callback):
+        total: Any = None
 
-    module, callback = Scaled(), plugin(tmp_path / "ck", every_n_train_steps=3)
-    make_trainer(tmp_path, callback, max_epochs=10).fit(module, loader())
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            if self.total is None:
+                self.total = outputs["loss"]
+            else:
+                self.total += outputs["loss"]
 
-    assert callback.history.losses.tolist() == [2 * float.fromhex(row["loss"]) for row in module.rows]
+    module, callback = NotedToy(), plugin(tmp_path / "ck", every_n_train_steps=3)
+    make_trainer(tmp_path, Sum(), callback, max_epochs=1).fit(module, loader())
+
+    assert callback.history.losses.tolist() == [float.fromhex(row["loss"]) for row in module.rows]
+
+
+def test_a_loss_that_is_returned_in_the_same_memory_each_time_is_kept_each_time() -> None:
+    """Manual optimization hands out the very tensor that the step has returned."""
+    history, memory = LossHistory(), torch.zeros(())
+
+    for step in range(1, 4):
+        history.note(step, {"loss": memory.fill_(step)})
+
+    assert history.losses.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_losses_of_all_kinds_are_kept_in_order() -> None:

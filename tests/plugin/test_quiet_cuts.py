@@ -170,3 +170,32 @@ def test_a_remembered_cut_is_dropped_at_the_next(looked_at: list[int], tmp_path:
 
     assert looked_at[:3] == [0, 1, 2]
     assert callback._recall._spent_seconds > 0
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_start"])
+def test_a_module_may_turn_to_manual_optimization_in_a_hook(hook: str, tmp_path: Path) -> None:
+    """Lightning counts its steps elsewhere then; they are saved, and their losses kept, all the same."""
+
+    class Turning(NotedToy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if not self.automatic_optimization:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    def turn(self: Turning, *args: Any) -> None:
+        if hook == "on_train_start" or args[1] == 2:
+            self.automatic_optimization = False
+
+    setattr(Turning, hook, turn)
+    callback = plugin(tmp_path / "ck", every_n_train_steps=4, save_on_exception=False, async_save=False)
+    trainer = make_trainer(tmp_path, callback, max_epochs=1)
+    trainer.fit(Turning(), loader())
+
+    num_steps = trainer.global_step
+    assert num_steps == (8 if hook == "on_train_start" else 6)
+    assert callback.history.steps[-1] == num_steps
+    assert saved_steps(tmp_path / "ck") == [0, 4, num_steps]
