@@ -448,6 +448,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         loops.unwrap_loaders(trainer)
         loops.return_checkpoint_io(trainer)
         hooks.heed_hooks(self)
+        self._count_steps = int
+        self._quiet.forget()
         self._leave_folder()
 
     def _leave_folder(self) -> None:

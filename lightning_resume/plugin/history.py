@@ -54,7 +54,9 @@ class LossHistory:
             if loss.is_cpu:
                 if self._waiting:
                     self._read()
-                self._new_losses.append(loss.item())
+                # In the middle of a step, when nothing is in the processor's cache, `item` takes half as long again.
+                value: Any = loss.tolist() if loss.dim() == 0 else loss.item()
+                self._new_losses.append(value)
             else:
                 self._waiting.append(loss.detach().clone())
                 if len(self._waiting) >= _READ_AFTER:

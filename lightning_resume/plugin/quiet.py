@@ -19,6 +19,10 @@ class Quiet:
 
     def __init__(self) -> None:
         """It has not begun."""
+        self.forget()
+
+    def forget(self) -> None:
+        """It is over, and nothing of the trainer is kept."""
         self._until_seconds = self._until_step = 0.0
         self._count_steps: Callable[[], int] = int
         self._has_received_sigterm: Callable[[], bool] = bool
