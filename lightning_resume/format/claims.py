@@ -85,9 +85,8 @@ def claim_unchanged(parts: Sequence[Part], memory: torch.Tensor, marks: Marks | 
 
 
 def _is_plain(part: Blob | Run) -> bool:
-    return isinstance(part, Run) or is_in_place(
-        part
-    )  # what torch has to copy is in no piece, and would not be compared
+    # What torch has to copy is in no piece, and would not be compared.
+    return isinstance(part, Run) or is_in_place(part)
 
 
 def _tensors(part: Blob | Run) -> Sequence[torch.Tensor]:

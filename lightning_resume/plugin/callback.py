@@ -308,8 +308,10 @@ class AtomicResumeCallback(ModelCheckpoint):
             self._begin_quiet(trainer)
 
     def _begin_quiet(self, trainer: Trainer) -> None:
+        if trainer.world_size > 1:  # the ranks ask each other at each cut, and nothing is held
+            return
         self._pass_over_hooks()
-        if trainer.world_size > 1 or self._recall.is_held:  # the ranks ask each other; what is held is to be dropped
+        if self._recall.is_held:  # the next cut is to drop it
             return
         until_seconds, until_step = self._saver.next_due()
         until_seconds = min(until_seconds, time.monotonic() + REFRESH_SECONDS)

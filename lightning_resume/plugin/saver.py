@@ -63,7 +63,7 @@ class Saver:
         self._cadence = Cadence(settings.every_n_train_steps, interval)
         self._may_stretch = settings.is_default_cadence
         tiers = settings.archive_every_n_train_steps, settings.save_weights_only_every_n_train_steps
-        self._has_tiers = any(every is not None for every in tiers)
+        self._tiers = [every for every in tiers if every is not None]
         self._writer = BackgroundWriter()
         self._image = Image()
         self._plans = PlanCache()
@@ -106,7 +106,7 @@ class Saver:
 
     def may_be_due(self, trainer: Trainer) -> bool:
         """Whether `due` has anything to decide: asked at every cut, where a save is possible and where it is not."""
-        if trainer.world_size > 1 or self._has_tiers or self._owed:
+        if trainer.world_size > 1 or self._tiers or self._owed:
             return True
         num_steps = trainer.global_step - self._due_from[0]
         return self._cadence.is_due(num_steps, time.monotonic() - self._due_from[1])
@@ -120,17 +120,10 @@ class Saver:
             return 0.0, 0.0
         interval = self._cadence.interval_seconds
         step, seconds = self._due_from
-        tiers = [
-            (self._seen_step // every + 1) * every
-            for every in (
-                self._settings.archive_every_n_train_steps,
-                self._settings.save_weights_only_every_n_train_steps,
-            )
-            if every is not None
-        ]
+        multiples = [(self._seen_step // every + 1) * every for every in self._tiers]
         return (
             math.inf if interval is None else seconds + interval,
-            min(step + (self._cadence.every_n_train_steps or math.inf), *tiers, math.inf),
+            min([step + (self._cadence.every_n_train_steps or math.inf), *multiples]),
         )
 
     def due(self, trainer: Trainer) -> str | None:
