@@ -17,8 +17,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def _seeds_are_taken_back() -> Iterator[None]:
-    """`seed_everything` leaves the seed in the environment; what runs next in this process is to find none."""
+def _environment_is_put_back() -> Iterator[None]:
+    """Lightning leaves seeds in the environment, and ranks: with LOCAL_RANK set, what a later test starts takes itself
+    for a rank that somebody has launched, and waits for the others.
+    """
+    before = dict(os.environ)
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)
+    before.update({name: value for name, value in os.environ.items() if name == "PYTEST_CURRENT_TEST"})
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

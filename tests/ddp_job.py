@@ -8,6 +8,7 @@ Each rank writes its records to FOLDER/RUN-RANK.jsonl. CHECKPOINT is "last" or "
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from toy import Toy, ToyItems
 from toy_records import Recorder, open_log
 
 from lightning_resume import AtomicResumeCallback
+
+TIME_LIMIT_SECONDS = 110  # the stacks are printed then, and the process ends
 
 
 class Sends(Callback):
@@ -44,6 +47,7 @@ def main(folder: Path, name: str, checkpoint: str, *sends: str) -> None:
     # it is used. The second process inherits it.
     os.environ.setdefault("MASTER_PORT", str(10_000 + os.getpid() % 20_000))
     open_log(folder / f"{name}-{rank}.jsonl", folder / f"{name}-{rank}.err")
+    faulthandler.dump_traceback_later(TIME_LIMIT_SECONDS, exit=True, file=2)
     torch.set_num_threads(1)
     seed_everything(1 if checkpoint == "none" else 999, workers=True, verbose=False)
     senders = [Sends(int(rank), hook, int(step)) for rank, hook, step in (send.split(":") for send in sends)]

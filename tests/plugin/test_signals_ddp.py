@@ -12,14 +12,12 @@ import ddp_job
 import pytest
 from toy import saved_steps
 
-TIME_LIMIT_SECONDS = 120
-
 
 def train(folder: Path, name: str, checkpoint: str, *sends: str) -> list[list[dict[str, Any]]]:
     """Runs the script to its end and returns the records of each rank."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, ddp_job.__file__, str(folder), name, checkpoint, *sends]
-    done = subprocess.run(command, timeout=TIME_LIMIT_SECONDS, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=ddp_job.TIME_LIMIT_SECONDS + 10, capture_output=True, text=True)
     errors = "".join(path.read_text() for path in sorted(folder.glob(f"{name}-*.err")))
     assert done.returncode == 0, errors + done.stderr
     lines = [(folder / f"{name}-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
