@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from lightning_resume.format.gather import Part, copy_parts, part_bytes, part_data
+from lightning_resume.format.memory import map_memory
 
 BLOCK_BYTES = 4 * 2**20  # a multiple of the page
 
@@ -18,8 +17,7 @@ class Buffer:
     """Memory for one block, at the beginning of a page; its pages become real when they are first written."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, BLOCK_BYTES)
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.tensor = map_memory(BLOCK_BYTES)
         self.array = self.tensor.numpy()
 
 

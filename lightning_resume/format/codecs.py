@@ -150,7 +150,7 @@ def _encode_key(key: object, walk: EncodeWalk) -> Any:
 
 def _decode_mapping(pairs: Any, walk: DecodeWalk) -> Iterable[tuple[Any, Any]]:
     if type(pairs) is dict and TAG not in pairs:
-        return [(key, walk.child(key, item)) for key, item in pairs.items()]
+        return walk.items(pairs).items()
     decoded = []
     for key_node, item in pairs:
         key = walk.child("key", key_node)

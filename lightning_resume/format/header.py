@@ -7,7 +7,7 @@ strict about all that its documentation asks for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, BinaryIO, NamedTuple
 
@@ -71,6 +71,10 @@ class Header(NamedTuple):
 
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_NUM_FIELDS = len(_FIELDS)
+_LIMIT = 2**63  # of sizes and offsets
+# What a named tuple's own does after a call more.
+_new_entry: Callable[[type[Entry], tuple[object, ...]], Entry] = tuple.__new__
 _PLACE = itemgetter(Entry._fields.index("begin"), Entry._fields.index("end"))
 
 
@@ -171,23 +175,32 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
 
 
 def _parse_entry(name: str, fields: Any) -> Entry:
-    # Runs 10^5 times: a call of another function would be a good part of it.
-    if type(fields) is not dict or fields.keys() != _FIELDS:
+    # Runs 10^5 times: a call of another function, or a test more, would be a good part of it.
+    try:
+        dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
+        num_bytes = DTYPE_BYTES[dtype]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(_what_is_wrong(name, fields)) from None
+    if len(fields) != _NUM_FIELDS:
         raise ValueError(f"malformed fields for {name!r}")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if type(dtype) is not str or dtype not in DTYPE_BYTES:
-        shown = repr(dtype[:40]) if type(dtype) is str else f"of type {type(dtype).__name__}"
-        raise ValueError(f"the unknown dtype {shown} of {name!r}")
-    if type(shape) is not list or len(shape) > MAX_DIMENSIONS or type(offsets) is not list or len(offsets) != 2:
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"a malformed shape or place for {name!r}")
-    num_bytes = DTYPE_BYTES[dtype]
     for size in shape:
-        if type(size) is not int or not 0 <= size < 2**63:
+        if type(size) is not int or not 0 <= size < _LIMIT:
             raise ValueError(f"a malformed shape or place for {name!r}")
         num_bytes *= size
-    begin, end = offsets
-    if type(begin) is not int or type(end) is not int or not (0 <= begin < 2**63 and 0 <= end < 2**63):
+    if type(begin) is not int or type(end) is not int or not (0 <= begin < _LIMIT and 0 <= end < _LIMIT):
         raise ValueError(f"a malformed shape or place for {name!r}")
     if end - begin != num_bytes:
         raise ValueError(f"dtype, shape and size of {name!r} do not fit each other")
-    return Entry(name, dtype, tuple(shape), begin, end)
+    return _new_entry(Entry, (name, dtype, tuple(shape), begin, end))
+
+
+def _what_is_wrong(name: str, fields: Any) -> str:
+    if type(fields) is not dict or not fields.keys() >= _FIELDS:
+        return f"malformed fields for {name!r}"
+    dtype = fields["dtype"]
+    if type(dtype) is not str or dtype not in DTYPE_BYTES:
+        shown = repr(dtype[:40]) if type(dtype) is str else f"of type {type(dtype).__name__}"
+        return f"the unknown dtype {shown} of {name!r}"
+    return f"a malformed shape or place for {name!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Mapping
 
@@ -11,6 +10,7 @@ import torch
 from lightning_resume.format.accelerator import pin
 from lightning_resume.format.claims import Marks
 from lightning_resume.format.links import KeptFile
+from lightning_resume.format.memory import map_memory
 from lightning_resume.format.output import ALIGNMENT
 
 
@@ -21,10 +21,6 @@ def whole_pages(num_bytes: int) -> int:
 
 class Image:
     """One piece of memory, cut anew for each save; it grows when it has to, and is never kept twice.
-
-    Forked children share its pages (an anonymous shared mapping): private ones would be copied, page by page, by the
-    next save. They must not be kept from the children (MADV_DONTFORK): a child that let go of the image would unmap
-    whatever it had put in its place, stacks of its threads for one.
 
     Attributes:
         version: how many times it was divided.
@@ -85,10 +81,10 @@ class Image:
             self._unpin = None
         self._bytes = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
         try:
-            memory = mmap.mmap(-1, num_bytes)
+            memory = map_memory(num_bytes)
         except (OSError, ValueError) as error:
             raise MemoryError(f"{num_bytes} bytes for a copy of the state") from error
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        self._bytes = memory.zero_()
 
     def pin(self) -> None:
         """Pins the memory that there is, for copies from a GPU; once, until it grows."""

@@ -21,7 +21,8 @@ from lightning_resume.format.index import FileEntry
 from lightning_resume.format.output import OutputFile
 from lightning_resume.format.threads import beside
 
-BUFFERS_PER_LANE = 3  # one being filled, one being written, one between: 48 MiB in four lanes
+MIN_BUFFERS = 3  # of a lane: one being filled, one being written, one between
+NUM_BUFFERS = 4 * MIN_BUFFERS  # of two lanes together, and of four: 48 MiB; a thread may be late on a busy machine
 DIRECT_BYTES = 2**20  # smaller files are left to the page cache
 INLINE_BYTES = 4 * 2**20  # in all; below it a thread costs more than it saves
 
@@ -58,14 +59,15 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
         OSError: the first failure of the file system; the files are left in part.
         UnsupportedStateError: a value changed its size since it was planned.
     """
-    run = _Run(directory, files)
+    num_lanes = min(num_lanes, len(files))
+    run = _Run(directory, files, max(MIN_BUFFERS, NUM_BUFFERS // max(2, num_lanes)))
     sizes = [file.num_bytes for file in files]
     if sum(sizes) < INLINE_BYTES:
         run.attempt(lambda: _hash_inline(run))
     else:
         # Taken before another lane can: the lane with the gatherer is this thread's.
         largest = run.pending.popleft() if num_lanes > 1 and sum(sizes) < 2 * max(sizes) else None
-        lanes = [threading.Thread(target=_lane, args=(run,)) for _ in range(min(num_lanes, len(files)) - 1)]
+        lanes = [threading.Thread(target=_lane, args=(run,)) for _ in range(num_lanes - 1)]
         run.attempt(lambda: beside(lanes, lambda _: _lane(run, largest)))
     if run.failure is not None:
         raise run.failure
@@ -75,8 +77,8 @@ def write_files(directory: Path, files: Sequence[Source], num_lanes: int) -> dic
 class _Run:
     """One call of `write_files`: what its threads share."""
 
-    def __init__(self, directory: Path, files: Sequence[Source]) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, files: Sequence[Source], max_buffers: int) -> None:
+        self.directory, self.max_buffers = directory, max_buffers  # buffers of each lane
         self.pending = deque(sorted(files, key=lambda file: -file.num_bytes))
         self.entries: dict[str, FileEntry] = {}
         self.failure: BaseException | None = None
@@ -197,7 +199,7 @@ class _Writer:
 
     def take(self) -> Buffer:
         """A free buffer; waits for one where there are enough of them."""
-        if self._num_buffers < BUFFERS_PER_LANE and self._free.empty():
+        if self._num_buffers < self._run.max_buffers and self._free.empty():
             self._num_buffers += 1
             return Buffer()
         return self._free.get()

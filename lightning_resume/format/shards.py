@@ -16,6 +16,7 @@ from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
 from lightning_resume.format.header import DTYPE_BYTES, Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
+from lightning_resume.format.memory import map_memory, prefer_large_pages
 from lightning_resume.format.tensors import TORCH_DTYPES
 from lightning_resume.format.threads import beside, for_each, threads_for
 
@@ -59,11 +60,10 @@ def _merge(
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     for name, shard in shards.items():
-        for key, tensor in shard.items():
-            if key in tensors:
-                raise CorruptCheckpointError(files.shown, name, "tensor names of its own", f"again {key!r}")
-            tensors[key] = tensor
-            places[key] = name
+        if doubled := tensors.keys() & shard:
+            raise CorruptCheckpointError(files.shown, name, "tensor names of its own", f"again {min(doubled)!r}")
+        tensors.update(shard)
+        places.update(dict.fromkeys(shard, name))
     return tensors, places
 
 
@@ -101,6 +101,7 @@ def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict
             together = []
         if is_large:
             tensor = tensors[entry.name] = _empty(entry)
+            prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
             # By its address: a tensor whose memory numpy has seen can never be resized.
             memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
             _read_whole(file, memoryview(memory).cast("B"), digest)
@@ -134,7 +135,7 @@ def _read_together(
     """Reads neighbours by one call, by way of a block; returns the block for the next time."""
     total = entries[-1].end - entries[0].begin
     if total > block.numel():
-        block = torch.empty(total, dtype=torch.uint8, device=_CPU)
+        block = map_memory(total)
     view = block.numpy().data[:total]
     read_into(file, view)
 

@@ -15,6 +15,8 @@ from lightning_resume.format.strict_json import dump_json, parse_json
 TAG = "$"
 GROUP = "f"
 NAME = "n"
+TENSOR = "tensor"  # the tag of one; with nothing but group and name beside it, it is taken as it is read
+NUM_PLAIN_FIELDS = 3
 MAX_STATE_BYTES = 64 * 2**20
 MAX_DEPTH = 100  # of the user's state; each level is up to three levels of JSON
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from lightning_resume.format.skeleton import TAG
+from lightning_resume.format.skeleton import NUM_PLAIN_FIELDS, TAG, TENSOR
 from lightning_resume.format.tree import Decoder, DecodeWalk, Encoder, EncodeWalk
 
 FILE_DTYPES: dict[torch.dtype, str] = {
@@ -52,8 +52,6 @@ _NAMES: dict[str, Any] = {
     for name, value in vars(torch).items()
     if type(value) in (torch.dtype, torch.layout, torch.memory_format)
 }
-
-_PLAIN_FIELDS = 3  # of a node: its tag, the group of files, the name in one of them
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -108,11 +106,11 @@ def _encode_dense(tensor: torch.Tensor, walk: EncodeWalk) -> dict[str, Any]:
     file_dtype = FILE_DTYPES.get(dtype)
     if file_dtype is None:
         file_dtype, parts = _OTHER_DTYPES[dtype]
-        node = walk.refer("tensor", identity, file_dtype, (*shape, parts), bytes_of, tensor)
+        node = walk.refer(TENSOR, identity, file_dtype, (*shape, parts), bytes_of, tensor)
         node["dtype"] = str(dtype).removeprefix("torch.")
     else:
         source = bytes_in_place if is_contiguous and is_cpu and not is_flipped else bytes_of
-        node = walk.refer("tensor", identity, file_dtype, shape, source, tensor)
+        node = walk.refer(TENSOR, identity, file_dtype, shape, source, tensor)
     if numel and stride != _contiguous_stride(shape) and _is_dense(shape, stride):
         node["stride"] = list(stride)
     return node
@@ -185,7 +183,7 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _decode_tensor(node: dict[str, Any], walk: DecodeWalk) -> torch.Tensor:
-    if len(node) == _PLAIN_FIELDS:  # nothing but the reference
+    if len(node) == NUM_PLAIN_FIELDS:
         return walk.tensor(node)
     reference, raw = walk.data(node)
     if reference not in walk.shared:
@@ -278,7 +276,7 @@ ENCODERS: dict[type, Encoder] = {
     **dict.fromkeys(_BY_NAME, _encode_name),
 }
 DECODERS: dict[str, Decoder] = {
-    "tensor": _decode_tensor,
+    TENSOR: _decode_tensor,
     "sparse": _decode_sparse,
     "torch.Size": lambda node, walk: torch.Size(node["v"]),
     "torch.device": _decode_device,

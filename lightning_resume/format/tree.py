@@ -5,19 +5,21 @@ What stands for each type is in `codecs` (python and numpy), `tensors` (torch) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
 
 from lightning_resume.errors import CorruptCheckpointError, ResumeError, UnsupportedStateError
 from lightning_resume.format.blobs import BlobStore, join_key_path
-from lightning_resume.format.skeleton import GROUP, MAX_DEPTH, NAME, TAG, Reference
+from lightning_resume.format.skeleton import GROUP, MAX_DEPTH, NAME, NUM_PLAIN_FIELDS, TAG, TENSOR, Reference
 
 Encoder = Callable[[Any, "EncodeWalk"], Any]
 Decoder = Callable[[dict[str, Any], "DecodeWalk"], Any]
 FindEncoder = Callable[[type], "Encoder | None"]
 _LEAVES = frozenset({int, float, str, torch.Tensor, torch.nn.Parameter})  # cannot contain themselves; most of a state
+_fields = itemgetter(TAG, GROUP, NAME)
 
 
 class EncodeWalk:
@@ -126,7 +128,7 @@ class DecodeWalk:
         kind = type(node)
         if kind is dict:
             if TAG not in node:
-                return self._items(node)
+                return self.items(node)
             tag = node[TAG]
             if type(tag) is not str or tag not in self._decoders:
                 shown = repr(tag[:40]) if type(tag) is str else f"of type {type(tag).__name__}"
@@ -136,14 +138,25 @@ class DecodeWalk:
             return [self.child(number, item) for number, item in enumerate(node)]
         return node
 
-    def _items(self, nodes: dict[str, Any]) -> dict[str, Any]:
-        # What `child` does, without the call: most of a state's tensors are found here.
-        path, values = self.path, {}
-        for key, node in nodes.items():
-            path.append(key)
-            values[key] = self.decode(node)
-            path.pop()
-        return values
+    def items(self, nodes: dict[str, Any]) -> dict[str, Any]:
+        """Key → value of its node."""
+        tensors = self._plain_tensors(nodes.values())
+        if tensors is not None:
+            return dict(zip(nodes, tensors, strict=True))
+        return {key: self.child(key, node) for key, node in nodes.items()}
+
+    def _plain_tensors(self, nodes: Collection[Any]) -> list[torch.Tensor] | None:
+        """The tensors of nodes of which each is nothing but a reference, into one group; None: there are others.
+
+        Most of a state is found here. By loops in C, as there may be 10^5 of them.
+        """
+        try:
+            tags, groups, names = zip(*map(_fields, nodes), strict=True)
+            if set(map(len, nodes)) != {NUM_PLAIN_FIELDS} or set(tags) != {TENSOR} or len(set(groups)) != 1:
+                return None
+            return list(map(self._load(groups[0]).__getitem__, names))
+        except (KeyError, TypeError, ValueError):  # also a malformed one: the error is to say which
+            return None
 
     def tensor(self, node: dict[str, Any]) -> torch.Tensor:
         """The tensor that holds a node's data: one object for all nodes that refer to it."""
