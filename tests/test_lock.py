@@ -11,6 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,12 @@ def is_refused(folder: Path) -> FolderLockedError | None:
     return None
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused here is refused for good: nothing is to be gained by waiting."""
+    monkeypatch.setattr(lock_module, "PATIENCE_SECONDS", 0.3)
+
+
 @pytest.fixture
 def without_record_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that has none."""
@@ -117,6 +124,19 @@ def test_a_second_process_is_refused_while_the_first_lives(tmp_path: Path) -> No
     assert f"process {first.pid} on" in str(error)
     assert str(error).endswith("once it has ended, the folder is free by itself.")
     assert (answer, after) == ("left\n", None)
+
+
+def test_a_folder_that_is_left_soon_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training's successor may be quicker than its end."""
+    monkeypatch.setattr(lock_module, "PATIENCE_SECONDS", 60.0)
+    with holder(tmp_path) as process:
+        leaves = threading.Timer(0.3, tell, [process])
+        leaves.start()
+
+        error = is_refused(tmp_path)
+        leaves.join()
+
+    assert error is None
 
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
@@ -179,7 +199,8 @@ def test_a_forked_child_neither_holds_nor_ends_the_lock(tmp_path: Path) -> None:
 
 def answer_to_another(folder: Path) -> str:
     """What is said by another process that wants the folder."""
-    result = subprocess.run([sys.executable, "-c", HOLD, str(folder)], capture_output=True, text=True)
+    code = f"import lightning_resume.lock\nlightning_resume.lock.PATIENCE_SECONDS = 0.3\n{HOLD}"
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
     return result.stdout + result.stderr
 
 

@@ -16,12 +16,18 @@ from inprocess import NotedToy, Stop, StopAfter, loader, make_trainer, plugin, s
 from lightning.pytorch.callbacks import Callback
 from toy import Job, assert_same, run, saved_steps
 
-from lightning_resume import FolderLockedError, scan_checkpoints
+from lightning_resume import FolderLockedError, lock, scan_checkpoints
 from lightning_resume.lock import FolderLock
 from lightning_resume.plugin import last
 
 HOLD = "import sys; from lightning_resume.lock import FolderLock as L; l = L(sys.argv[1]); l.acquire(); print('held', "
 HOLD += "flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused here is refused for good: nothing is to be gained by waiting."""
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.3)
 
 
 class FitsAgain(Callback):
