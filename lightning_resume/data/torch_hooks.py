@@ -31,21 +31,25 @@ class Engine(Protocol):
 
 
 class GetIterator:
-    """Stands in for a loader copy's `_get_iterator`; holds the copy weakly, so that workers end with their pass."""
+    """Stands in for a loader copy's `_get_iterator`; holds copy and engine weakly, so that workers end with their pass.
+
+    In a circle of references the iterator would be left to the garbage collector, which closes the queue to a worker
+    before the iterator can ask it to end: torch then waits for five seconds, for one worker after the other.
+    """
 
     def __init__(self, view: DataLoader[Any], engine: Engine) -> None:
-        self.view, self.engine, self.progress = weakref.ref(view), engine, engine.current
+        self.view, self.engine, self.progress = weakref.ref(view), weakref.ref(engine), engine.current
 
     def __call__(self) -> Any:
         """Torch's own iterator over the copy, made as the pass demands."""
-        view, progress = self.view(), self.progress
-        if view is None or progress is None:
+        view, engine, progress = self.view(), self.engine(), self.progress
+        if view is None or engine is None or progress is None:
             raise RuntimeError("the loader of this pass is gone")
-        iterator = progress.made(lambda: type(view)._get_iterator(view), self.engine.streams)
-        iterator._next_data = NextData(iterator, self.engine, progress)
-        if self.engine.is_persistent:
+        iterator = progress.made(lambda: type(view)._get_iterator(view), engine.streams)
+        iterator._next_data = NextData(iterator, engine, progress)
+        if engine.is_persistent:
             # Where Lightning, and the next pass, look for persistent workers.
-            self.engine.loader.__dict__["_iterator"] = iterator
+            engine.loader.__dict__["_iterator"] = iterator
         return iterator
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from training import LOADERS, WORKER_LOADERS, Cut, Run, seed, train
 
 from lightning_resume import ResumableLoader, RNGState, read_checkpoint, write_checkpoint
@@ -205,3 +208,29 @@ def test_the_next_epoch_follows_the_last_one(kind: str) -> None:
     rest = train(second, limits=(6,))
 
     assert [row[2:] for row in rest.rows] == [row[2:] for row in whole.rows_from((2, 0))]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "workers" in kind and "torchdata" not in kind])
+def test_worker_processes_end_with_the_last_reference_to_their_loader(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not left to the garbage collector, under which torch waits for five seconds for each of them."""
+    whole = whole_run(kind)
+    made: list[weakref.ref[Any]] = []
+    start = _MultiProcessingDataLoaderIter.__init__
+
+    def note(self: Any, loader: Any) -> None:
+        made.append(weakref.ref(self))
+        start(self, loader)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "__init__", note)
+    gc.disable()
+    try:
+        for cut in whole.cuts.values():
+            train(ResumableLoader(KINDS[kind]()), resume=cut, limits=(None, None, 4))
+        num_alive = sum(iterator() is not None for iterator in made)
+    finally:
+        gc.enable()
+
+    assert len(made) >= len(whole.cuts)
+    assert num_alive == 0
