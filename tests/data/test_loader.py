@@ -255,9 +255,9 @@ def test_a_loader_that_makes_two_iterators_in_a_pass_is_refused(workers: int) ->
     resumed = ResumableLoader(Repeating(Items(), BATCH_SIZE, shuffle=True, num_workers=workers))
     resumed.load_state_dict(state)
 
-    with pytest.raises(UnsupportedSetupError, match="Repeating.*makes 2 iterators in one pass"):
+    with pytest.raises(UnsupportedSetupError, match=r"Repeating.*makes 2 iterators in one pass"):
         loader.state_dict()
-    with pytest.raises(UnsupportedSetupError, match="Repeating.*makes 2 iterators in one pass"):
+    with pytest.raises(UnsupportedSetupError, match=r"Repeating.*makes 2 iterators in one pass"):
         list(resumed)
     assert len(list(batches)) == 5
 
