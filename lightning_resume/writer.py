@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         """Has nothing to do."""
+        self._name = ""
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
 
@@ -51,6 +53,7 @@ class BackgroundWriter:
         """
         if self._thread is not None or self._outcome is not None:
             raise RuntimeError(f"{name!r} was submitted while another job was in flight")
+        self._name = name
         self._thread = threading.Thread(target=self._run, args=(name, job), name=f"lightning_resume: {name}")
         try:
             self._thread.start()
@@ -82,9 +85,15 @@ class BackgroundWriter:
         return not self.is_busy
 
     def collect(self) -> Outcome | None:
-        """The outcome of a job that is done, once; None where there is none (yet)."""
+        """The outcome of a job that is done, once; None where there is none (yet).
+
+        A process that was forked during the job does not know its outcome: for it the job has failed.
+        """
         if self.is_busy:
             return None
+        if self._thread is not None and self._outcome is None:
+            error = ChildProcessError(errno.ECHILD, "only the process that began it knows how it ended")
+            self._outcome = Outcome(self._name, error, 0.0)
         outcome, self._outcome, self._thread = self._outcome, None, None
         return outcome
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from lightning_resume import read_checkpoint
+from lightning_resume.writer import BackgroundWriter
 
 PROGRAM = """
 import sys, threading
@@ -42,3 +45,23 @@ def test_the_interpreter_waits_for_a_save_in_the_background(end: str, tmp_path: 
     assert state["step"] == 7
     assert state["state_dict"]["weights"][-1] == 2_999_999.0
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forked children")
+def test_a_forked_child_does_not_take_the_save_in_flight_for_saved() -> None:
+    """Its parent may be killed before it is; what the child deletes must not rely on it."""
+    writer, may_end = BackgroundWriter(), threading.Event()
+    writer.submit("save", lambda: may_end.wait(60))
+    pid = os.fork()
+    if pid == 0:
+        writer.wait()
+        outcome = writer.collect()
+        is_failure = outcome is not None and outcome.name == "save" and isinstance(outcome.error, ChildProcessError)
+        os._exit(0 if is_failure and writer.is_idle else 1)
+    may_end.set()
+    writer.wait()
+    outcome = writer.collect()
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert outcome is not None
+    assert (outcome.name, outcome.error) == ("save", None)

@@ -24,6 +24,7 @@ class LoaderPass(Pass):
         num_read: batches that torch's iterator has returned, counted like `position`.
         num_drained: those of them that nobody was handed, because the pass was left early.
         is_made: torch's iterator is there; a subclass may make it at its first batch only.
+        num_made: how many of them the loader has made; a position is known in the first one.
         trail: where its workers stand.
         reads: the draws of reading in this process (no workers).
         start: the streams when torch's iterator was made.
@@ -39,6 +40,7 @@ class LoaderPass(Pass):
         self.num_read = self.position
         self.num_drained = 0
         self.is_made = False
+        self.num_made = 0
         self.ended: Mapping[str, Any] | None = None
         self.sampler: FastForwardSampler | None = None
         self.trail, self.resumed, self.state = trail, resumed, state
@@ -59,6 +61,9 @@ class LoaderPass(Pass):
     def made(self, make: Callable[[], Any], streams: Streams) -> Any:
         """Makes torch's iterator: live, or as it was made in the killed process, with every stream left as found."""
         self.is_made = True
+        self.num_made += 1
+        if self.resumed:
+            self._require_one_iterator()
         if self.state is None:
             self.start, self.attributes = streams.capture(), self.evolving.changed()
             self._note_own_state()
@@ -80,6 +85,14 @@ class LoaderPass(Pass):
         # The base seed was drawn once more, perhaps from one of these.
         streams.restore(unpack(self.state["generators"]))
         return iterator
+
+    def _require_one_iterator(self) -> None:
+        if self.num_made > 1:
+            raise UnsupportedSetupError(
+                f"the loader {self.loader_name}",
+                f"its __iter__ makes {self.num_made} iterators in one pass",
+                "Let it make one in each pass, and repeat the items in its sampler.",
+            )
 
     def _note_own_state(self) -> None:
         if self.is_stateful:
@@ -117,6 +130,7 @@ class LoaderPass(Pass):
 
     def state_dict(self, num_ahead: int) -> dict[str, Any]:
         """Where the pass stood when all but the last `num_ahead` batches had been handed out."""
+        self._require_one_iterator()
         if self.num_read - self.num_drained != self.position:
             raise UnsupportedSetupError(
                 f"the loader {self.loader_name}",

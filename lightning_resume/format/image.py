@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 
@@ -23,19 +24,24 @@ class Image:
     """One piece of memory, cut anew for each save; it grows when it has to, and is never kept twice.
 
     Attributes:
-        version: how many times it was divided.
         kept: name → the file of a committed checkpoint that has the bytes which lie in the image under that name.
         marks: name → what the tensors of a frozen file showed when its bytes were last copied or compared.
     """
 
     def __init__(self) -> None:
         """Has no memory yet."""
-        self.version = 0
+        self._num_divided = 0
+        self._pid = os.getpid()
         self.kept: dict[str, KeptFile] = {}
         self.marks: dict[str, Marks | None] = {}
         self._places: dict[str, tuple[int, int]] = {}
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._unpin: weakref.finalize[[], Image] | None = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Which contents the memory holds: others after each division, and in a forked child, where it is wiped."""
+        return os.getpid(), self._num_divided
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +67,7 @@ class Image:
         for name, size in sizes.items():
             places[name] = (end, size)
             end += whole_pages(size)
-        self.version += 1
+        self._num_divided += 1
         self.reserve(end)
         self.kept = {name: file for name, file in self.kept.items() if self._places.get(name) == places.get(name)}
         self._places = places
@@ -73,6 +79,8 @@ class Image:
         Raises:
             MemoryError: there is no memory.
         """
+        if self._pid != os.getpid():
+            self._leave_to_parent()
         if num_bytes <= self.num_bytes:
             return
         self.kept = {}
@@ -85,6 +93,13 @@ class Image:
         except (OSError, ValueError) as error:
             raise MemoryError(f"{num_bytes} bytes for a copy of the state") from error
         self._bytes = memory.zero_()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: lets go of what it was born with. Where nothing wipes it, the parent may be writing it."""
+        self._pid, self.kept, self._bytes = os.getpid(), {}, torch.empty(0, dtype=torch.uint8)
+        if self._unpin is not None:
+            self._unpin.detach()  # it is pinned in the parent
+            self._unpin = None
 
     def pin(self) -> None:
         """Pins the memory that there is, for copies from a GPU; once, until it grows."""

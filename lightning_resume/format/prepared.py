@@ -59,7 +59,7 @@ class PreparedCheckpoint:
         self._encode: Callable[[], list[PlannedFile]] | None = encode
         self._overwrite = overwrite
         self._image: Image | None = None
-        self._image_version = 0
+        self._image_version = (0, 0)
         self._plans = plans
         self._take_files()
 
@@ -145,7 +145,8 @@ class PreparedCheckpoint:
         """Refuses to write the state of another moment."""
         if self._image is not None:
             if self._image.version != self._image_version:
-                raise RuntimeError(f"the image of {os.fspath(self.path)!r} was filled again before it was committed")
+                what = "was filled again before it was committed, or by the process that this one was forked from"
+                raise RuntimeError(f"the image of {os.fspath(self.path)!r} {what}")
         elif self._plans is not None and self._plans.version != self._plan_version:
             raise RuntimeError(f"another state was prepared before {os.fspath(self.path)!r} was copied or committed")
 

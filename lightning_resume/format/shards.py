@@ -22,6 +22,8 @@ from lightning_resume.format.threads import beside, for_each, threads_for
 
 LARGE_BYTES = 2**20  # smaller tensors are read together
 TOGETHER_BYTES = 4 * 2**20  # of them, at most
+# Each is up to two mappings more, of which a process may have 65,530 in all: without one left nothing can be allocated.
+MAX_IN_LARGE_PAGES = 10_000
 _CPU = torch.device("cpu")  # said each time: the caller may have another default
 _copy_of_parts: Any = torch.split_with_sizes_copy  # its annotation says that it returns nothing
 
@@ -45,9 +47,10 @@ def read_groups(
     """
     entries = {name: entry for shards in groups.values() for name, entry in shards.items()}
     read: dict[str, dict[str, torch.Tensor]] = {}
+    in_large_pages = sum(entry.num_bytes for entry in entries.values()) // MAX_IN_LARGE_PAGES
 
     def read_one(name: str) -> None:
-        read[name] = read_shard(files, name, entries[name], verify=verify)
+        read[name] = read_shard(files, name, entries[name], verify=verify, in_large_pages=in_large_pages)
 
     largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
     for_each(largest_first, read_one, threads_for(entry.num_bytes for entry in entries.values()))
@@ -67,11 +70,14 @@ def _merge(
     return tensors, places
 
 
-def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool) -> dict[str, torch.Tensor]:
+def read_shard(
+    files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool, in_large_pages: int = 0
+) -> dict[str, torch.Tensor]:
     """Reads one file: plain reads into memory that is allocated for it, hashed on the way.
 
     The file is not mapped: one that is cut short meanwhile would end the process. Each tensor has a piece of memory
-    that is aligned as torch's own are: the last bits of a product can depend on that.
+    that is aligned as torch's own are: the last bits of a product can depend on that. Tensors of `in_large_pages` bytes
+    and more are read into large pages, where the system has some.
     """
     digest = hashlib.sha256()
     with files.open(name) as (raw, num_bytes):
@@ -80,7 +86,7 @@ def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: b
             header, text = read_header(raw, num_bytes)
             if verify:
                 digest.update(text)
-            tensors = _read_tensors(raw, header.entries, digest if verify else None)
+            tensors = _read_tensors(raw, header.entries, digest if verify else None, in_large_pages)
         except ValueError as error:
             raise CorruptCheckpointError(files.shown, name, "a whole safetensors file", str(error)) from error
     if verify:
@@ -88,7 +94,9 @@ def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: b
     return tensors
 
 
-def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict[str, torch.Tensor]:
+def _read_tensors(
+    file: BinaryIO, entries: Sequence[Entry], digest: Any, in_large_pages: int
+) -> dict[str, torch.Tensor]:
     """All tensors of a file that stands where its data begins."""
     tensors: dict[str, torch.Tensor] = {}
     block = torch.empty(0, dtype=torch.uint8, device=_CPU)
@@ -101,7 +109,8 @@ def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict
             together = []
         if is_large:
             tensor = tensors[entry.name] = _empty(entry)
-            prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
+            if tensor.nbytes >= in_large_pages:
+                prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
             # By its address: a tensor whose memory numpy has seen can never be resized.
             memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
             _read_whole(file, memoryview(memory).cast("B"), digest)

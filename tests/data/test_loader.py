@@ -235,6 +235,33 @@ def test_a_loader_that_drops_batches_is_refused_at_the_save() -> None:
     assert caught.value.setup == "the loader Dropping"
 
 
+class Repeating(DataLoader[Any]):
+    """A user's loader that goes over its data twice in one pass."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(2):
+            yield from super().__iter__()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_makes_two_iterators_in_a_pass_is_refused(workers: int) -> None:
+    """In the second one at the save; entered in the first one, where the second would stand at the position too."""
+    loader = ResumableLoader(Repeating(Items(), BATCH_SIZE, shuffle=True, num_workers=workers))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    for _ in range(6):
+        next(batches)
+    resumed = ResumableLoader(Repeating(Items(), BATCH_SIZE, shuffle=True, num_workers=workers))
+    resumed.load_state_dict(state)
+
+    with pytest.raises(UnsupportedSetupError, match=r"Repeating.*makes 2 iterators in one pass"):
+        loader.state_dict()
+    with pytest.raises(UnsupportedSetupError, match=r"Repeating.*makes 2 iterators in one pass"):
+        list(resumed)
+    assert len(list(batches)) == 5
+
+
 @pytest.mark.parametrize(("saved", "current", "name"), [("shuffle", "list", "list"), ("list", "shuffle", "DataLoader")])
 def test_a_loader_of_another_kind_is_refused(saved: str, current: str, name: str) -> None:
     """A DataLoader's state does not fit a list, nor the other way round."""

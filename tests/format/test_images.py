@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from test_frozen_schemas import Point, frozen_ranks, frozen_state
 from torch import nn
 
 from lightning_resume.catalog import prune_checkpoints
-from lightning_resume.format import gather, image, planned, prepared, registry
+from lightning_resume.format import gather, image, memory, planned, prepared, registry
 from lightning_resume.format.checkpoint import read_checkpoint, register_type, verify_checkpoint
 from lightning_resume.format.image import Image
 from lightning_resume.format.links import KeptFile
@@ -142,6 +143,70 @@ def test_an_image_that_was_filled_again_is_not_committed(tmp_path: Path) -> None
         first.commit()
 
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forked children")
+@pytest.mark.parametrize("may_wipe", [True, False])
+def test_a_forked_child_does_not_commit_its_parents_image(may_wipe: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """It holds zeros there: with digests that fit, they would take the place of the last good checkpoint."""
+    if not may_wipe:
+        monkeypatch.setattr(memory, "_WIPE_ON_FORK", -1)
+    state = {"w": torch.arange(1000)}
+    prepare_checkpoint(tmp_path / "c", {"w": torch.zeros(1000)}).commit()
+    checkpoint = prepare_checkpoint(tmp_path / "c", state, overwrite=True)
+    checkpoint.copy_into(Image())
+
+    def commit() -> None:
+        with pytest.raises(RuntimeError, match="by the process that this one was forked from"):
+            checkpoint.commit()
+
+    assert in_child(commit) == 0
+    assert torch.equal(read_checkpoint(tmp_path / "c")["w"], torch.zeros(1000))
+    checkpoint.commit()
+    assert torch.equal(read_checkpoint(tmp_path / "c")["w"], state["w"])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forked children")
+@pytest.mark.parametrize("may_wipe", [True, False])
+def test_a_forked_child_that_saves_leaves_its_parents_image_alone(
+    may_wipe: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Both have a save under way in what was one image; each writes its own state."""
+    if not may_wipe:
+        monkeypatch.setattr(memory, "_WIPE_ON_FORK", -1)
+    model, place = adapted(), Image()
+    save(tmp_path / "before", model, place)
+    with torch.no_grad():
+        model["adapter"].weight += 1
+    checkpoint = prepare_checkpoint(tmp_path / "parent", {"state_dict": model.state_dict()}, frozen=["backbone.weight"])
+    checkpoint.copy_into(place)
+
+    def train_and_save() -> None:
+        with torch.no_grad():
+            model["adapter"].weight += 1
+        save(tmp_path / "child", model, place)
+        assert is_saved(tmp_path / "child", model)
+
+    assert in_child(train_and_save) == 0
+    checkpoint.commit()
+    assert is_saved(tmp_path / "parent", model)
+    save(tmp_path / "after", model, place)
+    assert is_saved(tmp_path / "after", model)
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Exit code of a forked child that does something; it runs nothing of this process's end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # threads of the parent's are not there to wait for
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_without_memory_for_an_image_the_error_says_so(monkeypatch: Any) -> None:
