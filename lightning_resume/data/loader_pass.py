@@ -138,6 +138,12 @@ class LoaderPass(Pass):
                 "Let it hand out one batch for each that it reads.",
             )
         position = self.position - num_ahead
+        if self.sampler is not None and not self.sampler.has_drawn(position):  # persistent workers go round again
+            raise UnsupportedSetupError(
+                f"the loader {self.loader_name}",
+                f"its __iter__ has handed out {position} batches, more than its sampler gave since it was begun last",
+                "Let it go over its sampler once in each pass, and repeat the items in the sampler.",
+            )
         if self.has_workers and self.num_read:
             self.do_items_draw = bool(self.do_items_draw) or self.trail.do_items_draw
         now = self._attributes_before[-num_ahead] if num_ahead and self._attributes_before else self.evolving.changed()

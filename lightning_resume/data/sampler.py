@@ -159,6 +159,10 @@ class FastForwardSampler(Sampler[Any]):
             "seeds": {name: sampler.seed for name, sampler in _seeded(self.sampler).items()},
         }
 
+    def has_drawn(self, num_values: int) -> bool:
+        """Whether so many values were drawn in the current iteration, or will be when it has gone on from a state."""
+        return self._pending is not None or num_values <= self._position
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration go on from `state`.
 

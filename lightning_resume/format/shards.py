@@ -23,7 +23,7 @@ from lightning_resume.format.threads import beside, for_each, threads_for
 LARGE_BYTES = 2**20  # smaller tensors are read together
 TOGETHER_BYTES = 4 * 2**20  # of them, at most
 # Each is up to two mappings more, of which a process may have 65,530 in all: without one left nothing can be allocated.
-MAX_IN_LARGE_PAGES = 10_000
+MAX_IN_LARGE_PAGES = 4_000
 _CPU = torch.device("cpu")  # said each time: the caller may have another default
 _copy_of_parts: Any = torch.split_with_sizes_copy  # its annotation says that it returns nothing
 

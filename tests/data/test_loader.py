@@ -262,6 +262,20 @@ def test_a_loader_that_makes_two_iterators_in_a_pass_is_refused(workers: int) ->
     assert len(list(batches)) == 5
 
 
+def test_persistent_workers_that_go_round_twice_in_a_pass_are_refused_in_the_second_round() -> None:
+    """Torch makes no second iterator for them; in the first round the place is known."""
+    loader = ResumableLoader(Repeating(Items(), BATCH_SIZE, shuffle=True, num_workers=1, persistent_workers=True))
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    position = loader.state_dict()["position"]
+    next(batches)
+
+    with pytest.raises(UnsupportedSetupError, match=r"Repeating.*7 batches, more than its sampler gave"):
+        loader.state_dict()
+    assert position == 6
+
+
 @pytest.mark.parametrize(("saved", "current", "name"), [("shuffle", "list", "list"), ("list", "shuffle", "DataLoader")])
 def test_a_loader_of_another_kind_is_refused(saved: str, current: str, name: str) -> None:
     """A DataLoader's state does not fit a list, nor the other way round."""
