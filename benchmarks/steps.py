@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.saves import Saves
-from lightning_resume.format.prepared import PreparedCheckpoint
+from benchmarks.states import tensors_of
+from lightning_resume.format.prepared import prepare_checkpoint
 from lightning_resume.writer import NICENESS, BackgroundWriter
 
 
@@ -25,8 +26,8 @@ def matrix_step(width: int = 512) -> None:
 class Behind(Protocol):
     """What writes a checkpoint behind training."""
 
-    def start(self, checkpoint: PreparedCheckpoint) -> None:
-        """Begins; training waits for that."""
+    def start(self, saves: Saves, path: Path) -> None:
+        """Begins; training waits for that. From then on the state may change."""
 
     def is_done(self) -> bool:
         """Whether it has ended."""
@@ -36,10 +37,11 @@ class Behind(Protocol):
 
 
 class InThread:
-    """As this package does it."""
+    """As this package does it: out of a copy."""
 
-    def start(self, checkpoint: PreparedCheckpoint) -> None:
+    def start(self, saves: Saves, path: Path) -> None:
         """Begins."""
+        checkpoint = saves.prepare(path)
         self._writer = BackgroundWriter()
         self._writer.submit("save", lambda: checkpoint.commit(1))
 
@@ -55,15 +57,16 @@ class InThread:
 
 
 class InProcess:
-    """In a forked process, which has the image in common with this one. It could not tell what it has written."""
+    """In a forked process, which has the state as it was: a page that training changes is copied first."""
 
-    def start(self, checkpoint: PreparedCheckpoint) -> None:
+    def start(self, saves: Saves, path: Path) -> None:
         """Begins."""
         self._pid, self._status = os.fork(), -1
         if self._pid == 0:
             try:
                 os.nice(NICENESS)
-                checkpoint.commit(1)
+                torch.set_num_threads(1)
+                prepare_checkpoint(path, saves.state).commit(1)
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -92,15 +95,25 @@ def timeline(saves: Saves, behind: Behind, folder: Path, num_saves: int, rest_se
         rest_seconds: undisturbed training before each save, and after the last one.
 
     Returns:
-        Moment and length of every step and of every stall, moments between which a save was written, and the ratio of
-        the median step while one is written to the median undisturbed step.
+        Moment and length of every step and of every stall, moments between which a save was written, and two ratios of
+        medians, while one is written to undisturbed: of a step, and of an update of the whole state, the first one
+        after the stall.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     steps: list[tuple[float, float, bool]] = []
     stalls: list[tuple[float, float]] = []
     spans: list[tuple[float, float]] = []
+    updates: dict[bool, list[float]] = {False: [], True: []}
+    tensors = [tensor for _, tensor in tensors_of(saves.state)]
     begun = time.perf_counter()
+
+    def update(is_writing: bool) -> None:
+        now = time.perf_counter()
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.mul_(1)
+        updates[is_writing].append(time.perf_counter() - now)
 
     def step(is_writing: bool) -> None:
         now = time.perf_counter()
@@ -114,9 +127,11 @@ def timeline(saves: Saves, behind: Behind, folder: Path, num_saves: int, rest_se
 
     for number in range(num_saves):
         rest()
+        update(is_writing=False)
         now = time.perf_counter()
-        behind.start(saves.prepare(folder / str(number)))
+        behind.start(saves, folder / str(number))
         stalls.append((now - begun, time.perf_counter() - now))
+        update(is_writing=True)
         while not behind.is_done():
             step(is_writing=True)
         behind.finish()
@@ -125,4 +140,5 @@ def timeline(saves: Saves, behind: Behind, folder: Path, num_saves: int, rest_se
     torch.set_num_threads(threads)
     quiet, busy = ([seconds for _, seconds, is_writing in steps if is_writing is kind] for kind in (False, True))
     ratio = statistics.median(busy) / statistics.median(quiet) if busy else None
-    return {"steps": steps, "stalls": stalls, "spans": spans, "step_ratio": ratio}
+    slower = statistics.median(updates[True]) / statistics.median(updates[False])
+    return {"steps": steps, "stalls": stalls, "spans": spans, "step_ratio": ratio, "update_ratio": slower}

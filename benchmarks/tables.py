@@ -99,18 +99,18 @@ def _of_loads(report: dict[str, Any]) -> Iterator[Promise]:
     yield Promise("weights only: bytes read / weights", report["big"]["weights_read_ratio"], 1.05)
 
 
-def _behind(report: dict[str, Any]) -> Iterator[tuple[str, float, float, float]]:
-    """What writes behind training: median step in relation to an undisturbed one, seconds of stall and of writing."""
+def _behind(report: dict[str, Any]) -> Iterator[tuple[str, float, float, float, float]]:
+    """What writes behind training: step and update in relation to undisturbed ones, seconds of stall and writing."""
     for name, key in (("a thread", "timeline"), ("a forked process", "timeline of a process")):
         timeline = report["big"][key]
         stall = statistics.median(seconds for _, seconds in timeline["stalls"])
         write = statistics.median(end - begin for begin, end in timeline["spans"])
-        yield name, timeline["step_ratio"] or 0.0, stall, write
+        yield name, timeline["step_ratio"] or 0.0, timeline["update_ratio"], stall, write
 
 
 def _percent_of_a_minute(report: dict[str, Any]) -> float:
     """Computed: the stall, and the slow-down while a save is written."""
-    _, ratio, stall, written = next(_behind(report))
+    _, ratio, _, stall, written = next(_behind(report))
     slowed = written * (1 - 1 / max(ratio, 1.0))
     return float(100 * (stall + slowed) / 60)
 
@@ -136,9 +136,9 @@ def as_text(report: dict[str, Any]) -> str:
             f"  {1000 * gigabytes:20.0f}{row['seconds']:9.3f}{row['seconds'] / gigabytes:10.2f}"
             f"{row['memory_bytes'] / 1e6:10.1f}{row['num_files']:7.0f}"
         )
-    lines += ["", f"{'writing behind training, in':46}{'step':>9}{'stall s':>10}{'write s':>10}"]
-    for name, ratio, stall, write in _behind(report):
-        lines.append(f"  {name:44}{ratio:9.2f}{stall:10.3f}{write:10.3f}")
+    lines += ["", f"{'writing behind training, in':36}{'step':>9}{'update':>10}{'stall s':>10}{'write s':>10}"]
+    for name, step, update, stall, write in _behind(report):
+        lines.append(f"  {name:34}{step:9.2f}{update:10.2f}{stall:10.3f}{write:10.3f}")
     judged = "" if not report["quick"] else "  (of a small state: not judged)"
     lines += ["", f"{'ratio of medians':58}{'found':>10}{'limit':>8}{judged}"]
     for promise in promises(report):
@@ -192,11 +192,13 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines += [f"| {p.what} | {p.found:.2f} | {p.limit:.2f} | {p.verdict} |" for p in promises(report)]
     lines += [
         "",
-        "| written behind training by | step / undisturbed | training waits | written in |",
-        "|---|---|---|---|",
+        "| written behind training by | step / undisturbed | first update of all weights / undisturbed "
+        "| training waits | written in |",
+        "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {name} | {step:.2f} | {stall:.3f} s | {write:.2f} s |" for name, step, stall, write in _behind(report)
+        f"| {name} | {step:.2f} | {update:.2f} | {stall:.3f} s | {write:.2f} s |"
+        for name, step, update, stall, write in _behind(report)
     ]
     lines += ["", "| a save of | seconds | seconds per GB | extra memory | files |", "|---|---|---|---|---|"]
     for row in report["scale"]:

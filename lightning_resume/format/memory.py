@@ -37,9 +37,6 @@ if _write_pieces is not None:
         ctypes.c_ulong,
     )
     _write_pieces.restype = ctypes.c_ssize_t
-_advise: Any = getattr(_library, "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None  # Linux
-if _advise is not None:
-    _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 MAX_PIECES = 1024  # what the system call takes
 
 
@@ -97,21 +94,6 @@ def map_memory(num_bytes: int) -> torch.Tensor:
             return memory[begin : begin + num_bytes]
         private.close()
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-
-
-def prefer_large_pages(address: int, num_bytes: int) -> None:
-    """Asks the system to use large pages in a piece of memory that was just allocated, and not yet written to.
-
-    Read into pages of 4 KiB, a file takes five times as long as read into such of 2 MiB: they have to be made first.
-
-    Args:
-        address: of the piece.
-        num_bytes: its size. Only the whole large pages in it are concerned.
-    """
-    begin = -(-address // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-    end = (address + num_bytes) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
-    if _advise is not None and begin < end:
-        _advise(begin, end - begin, mmap.MADV_HUGEPAGE)  # a kernel without them refuses, and nothing is changed
 
 
 def compare_memory(left: int, right: int, num_bytes: int) -> bool:

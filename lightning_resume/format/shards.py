@@ -16,14 +16,11 @@ from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
 from lightning_resume.format.header import DTYPE_BYTES, Entry, read_header, read_into
 from lightning_resume.format.index import FileEntry
-from lightning_resume.format.memory import map_memory, prefer_large_pages
 from lightning_resume.format.tensors import TORCH_DTYPES
 from lightning_resume.format.threads import beside, for_each, threads_for
 
 LARGE_BYTES = 2**20  # smaller tensors are read together
 TOGETHER_BYTES = 4 * 2**20  # of them, at most
-# Each is up to two mappings more, of which a process may have 65,530 in all: without one left nothing can be allocated.
-MAX_IN_LARGE_PAGES = 4_000
 _CPU = torch.device("cpu")  # said each time: the caller may have another default
 _copy_of_parts: Any = torch.split_with_sizes_copy  # its annotation says that it returns nothing
 
@@ -47,10 +44,9 @@ def read_groups(
     """
     entries = {name: entry for shards in groups.values() for name, entry in shards.items()}
     read: dict[str, dict[str, torch.Tensor]] = {}
-    in_large_pages = sum(entry.num_bytes for entry in entries.values()) // MAX_IN_LARGE_PAGES
 
     def read_one(name: str) -> None:
-        read[name] = read_shard(files, name, entries[name], verify=verify, in_large_pages=in_large_pages)
+        read[name] = read_shard(files, name, entries[name], verify=verify)
 
     largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
     for_each(largest_first, read_one, threads_for(entry.num_bytes for entry in entries.values()))
@@ -70,14 +66,11 @@ def _merge(
     return tensors, places
 
 
-def read_shard(
-    files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool, in_large_pages: int = 0
-) -> dict[str, torch.Tensor]:
+def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool) -> dict[str, torch.Tensor]:
     """Reads one file: plain reads into memory that is allocated for it, hashed on the way.
 
     The file is not mapped: one that is cut short meanwhile would end the process. Each tensor has a piece of memory
-    that is aligned as torch's own are: the last bits of a product can depend on that. Tensors of `in_large_pages` bytes
-    and more are read into large pages, where the system has some.
+    that is aligned as torch's own are: the last bits of a product can depend on that.
     """
     digest = hashlib.sha256()
     with files.open(name) as (raw, num_bytes):
@@ -86,7 +79,7 @@ def read_shard(
             header, text = read_header(raw, num_bytes)
             if verify:
                 digest.update(text)
-            tensors = _read_tensors(raw, header.entries, digest if verify else None, in_large_pages)
+            tensors = _read_tensors(raw, header.entries, digest if verify else None)
         except ValueError as error:
             raise CorruptCheckpointError(files.shown, name, "a whole safetensors file", str(error)) from error
     if verify:
@@ -94,9 +87,7 @@ def read_shard(
     return tensors
 
 
-def _read_tensors(
-    file: BinaryIO, entries: Sequence[Entry], digest: Any, in_large_pages: int
-) -> dict[str, torch.Tensor]:
+def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict[str, torch.Tensor]:
     """All tensors of a file that stands where its data begins."""
     tensors: dict[str, torch.Tensor] = {}
     block = torch.empty(0, dtype=torch.uint8, device=_CPU)
@@ -109,8 +100,6 @@ def _read_tensors(
             together = []
         if is_large:
             tensor = tensors[entry.name] = _empty(entry)
-            if tensor.nbytes >= in_large_pages:
-                prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
             # By its address: a tensor whose memory numpy has seen can never be resized.
             memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
             _read_whole(file, memoryview(memory).cast("B"), digest)
@@ -144,7 +133,7 @@ def _read_together(
     """Reads neighbours by one call, by way of a block; returns the block for the next time."""
     total = entries[-1].end - entries[0].begin
     if total > block.numel():
-        block = map_memory(total)
+        block = torch.empty(total, dtype=torch.uint8, device=_CPU)
     view = block.numpy().data[:total]
     read_into(file, view)
 

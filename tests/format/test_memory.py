@@ -110,31 +110,6 @@ def test_a_childs_memory_costs_the_parent_nothing(may_wipe: bool, monkeypatch: A
     os.close(end)
 
 
-@on_linux
-def test_only_whole_large_pages_are_asked_for(monkeypatch: Any) -> None:
-    """Nothing is said of the memory beside a piece, nor where no large page fits into it."""
-    asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(memory, "_advise", lambda *place: asked.append(place))
-    size = memory.LARGE_PAGE_BYTES
-
-    for address, num_bytes in [(4096, size), (4096, 2 * size - 4096), (3 * size, 2 * size + 5), (3 * size + 64, size)]:
-        memory.prefer_large_pages(address, num_bytes)
-
-    assert asked == [(size, size, mmap.MADV_HUGEPAGE), (3 * size, 2 * size, mmap.MADV_HUGEPAGE)]
-
-
-@on_linux
-@has_large_pages
-def test_large_pages_are_had_by_address() -> None:
-    """What torch has allocated; nothing of it is lost by asking."""
-    tensor = torch.arange(4 * MIB)
-
-    memory.prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
-
-    assert "hg" in _flags_at(tensor.data_ptr() + 16 * MIB)
-    assert torch.equal(tensor, torch.arange(4 * MIB))
-
-
 def _flags_at(address: int) -> set[str]:
     """Flags of the mapping that an address is in."""
     for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):

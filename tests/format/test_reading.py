@@ -97,20 +97,6 @@ def test_without_a_thread_to_spare_neighbours_are_hashed_all_the_same(tmp_path: 
                 read_file(tmp_path, tensors, data)
 
 
-def test_a_checkpoint_of_very_many_tensors_leaves_the_process_its_mappings(tmp_path: Path, monkeypatch: Any) -> None:
-    """Large pages are mappings of their own, which are numbered: only the largest tensors get some."""
-    monkeypatch.setattr(shards, "MAX_IN_LARGE_PAGES", 5)
-    asked: list[int] = []
-    monkeypatch.setattr(shards, "prefer_large_pages", lambda address, num_bytes: asked.append(num_bytes))
-    state = {str(size): torch.ones(size * 2**18) for size in (1, 2, 3, 4, 5, 6)}
-    write_checkpoint(tmp_path / "c", state)
-
-    read = read_checkpoint(tmp_path / "c")
-
-    assert sorted(asked) == [5 * 2**20, 6 * 2**20]
-    assert all(torch.equal(read[name], value) for name, value in state.items())
-
-
 def test_a_thread_that_fails_to_hash_lets_nothing_pass(tmp_path: Path, monkeypatch: Any) -> None:
     """Its part is missing in the digest: what it was to vouch for is not returned."""
     real = hashlib.sha256
