@@ -21,7 +21,7 @@ from lightning_resume.errors import (
 from lightning_resume.format.durable import find_checkpoint
 from lightning_resume.format.index import FileEntry, require_safe_name
 
-READ_BLOCK_BYTES = 2**20  # stays in a core's own cache until it is hashed
+READ_BLOCK_BYTES = 4 * 2**20  # stays in the processor's cache until it is hashed
 MAX_TRIES = 10  # of a read whose checkpoint is replaced each time
 T = TypeVar("T")
 HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
