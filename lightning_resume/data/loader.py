@@ -78,7 +78,7 @@ class ResumableLoader:
 
     def expect_ahead(self) -> None:
         """Says that from now on a batch may be handed out before the one before it is trained."""
-        self.__dict__["_engine"].expects_ahead = True
+        self.__dict__["_engine"].expect_ahead()
 
     def num_read_again(self, state: Mapping[str, Any]) -> int:
         """How many batches entering a pass from `state` would read again: the cost of a data set without positions."""

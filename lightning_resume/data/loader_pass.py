@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_resume.data.evolving import Snapshot
-from lightning_resume.data.position import MAX_AHEAD, Pass, WorkerTrail, pack_workers
+from lightning_resume.data.position import MAX_AHEAD, Pass, WorkerTrail, pack_workers, require_each_handed_out
 from lightning_resume.data.sampler import FastForwardSampler
 from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
 from lightning_resume.data.workers import Stamped, own_state
@@ -21,7 +21,7 @@ class LoaderPass(Pass):
     """One pass over a DataLoader.
 
     Attributes:
-        num_read: batches that torch's iterator has returned, counted like `position`.
+        num_read: batches that torch's iterator was asked for, counted like `position`.
         num_drained: those of them that nobody was handed, because the pass was left early.
         is_made: torch's iterator is there; a subclass may make it at its first batch only.
         num_made: how many of them the loader has made; a position is known in the first one.
@@ -37,7 +37,7 @@ class LoaderPass(Pass):
         self, engine: DataLoaderEngine, trail: WorkerTrail, *, resumed: bool, state: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(state["position"] if state is not None else 0)
-        self.num_read = self.position
+        self._num_read = self.position
         self.num_drained = 0
         self.is_made = False
         self.num_made = 0
@@ -45,6 +45,7 @@ class LoaderPass(Pass):
         self.sampler: FastForwardSampler | None = None
         self.trail, self.resumed, self.state = trail, resumed, state
         self.is_iterable, self.has_workers = engine.is_iterable, engine.loader.num_workers > 0
+        self.is_told_by_sampler = not self.is_iterable and not self.has_workers
         self.dataset: Any = engine.loader.dataset
         self._own_states: deque[Any] = deque(maxlen=MAX_AHEAD)
         self._attributes_before: deque[Any] = deque(maxlen=MAX_AHEAD)
@@ -107,36 +108,53 @@ class LoaderPass(Pass):
         else:
             self.reads.skip(self.position)
 
+    @property
+    def num_read(self) -> int:
+        """See above."""
+        if self.is_told_by_sampler and self.sampler is not None:
+            return self.sampler.num_drawn
+        return self._num_read
+
     def read(self, iterator: Any, engine: DataLoaderEngine) -> Any:
         """Torch's next batch."""
         self.is_made = True
+        num_before = self.num_read
+        self._num_read += 1
+        if self.is_told_by_sampler:  # some may have been read alone
+            self.reads.num_draws = num_before
+        try:
+            return self._read(iterator, engine, num_before)
+        except StopIteration:
+            self._num_read -= 1
+            raise
+
+    def _read(self, iterator: Any, engine: DataLoaderEngine, num_before: int) -> Any:
         if self.has_workers:
             batch = type(iterator)._next_data(iterator)
             if isinstance(batch, Stamped):
-                self.trail.note(self.num_read, batch)
+                self.trail.note(num_before, batch)
                 batch = batch.batch
-        elif self.is_iterable or self.num_read <= 1 or engine.expects_ahead:
+        elif self.is_iterable or num_before <= 1 or engine.expects_ahead:
             self._attributes_before.append(self.evolving.changed())
             batch = self.reads.draw(lambda: type(iterator)._next_data(iterator))
-            if self.num_read == 1:  # the first read may have been the sampler's first draw
+            if num_before == 1:  # the first read may have been the sampler's first draw
                 before = Snapshot(self._attributes_before[-1])
                 self.do_items_draw = self.reads.has_moved or Snapshot(self.evolving.changed()) != before
             self._note_own_state()
         else:
-            self.reads.num_draws += 1
             batch = type(iterator)._next_data(iterator)
-        self.num_read += 1
         return batch
+
+    def is_read_alone(self, engine: DataLoaderEngine) -> bool:
+        """Whether torch may go on without `read`: nothing has to be known but the count, which the sampler has."""
+        return self.is_told_by_sampler and not engine.expects_ahead and self.num_read > 1
 
     def state_dict(self, num_ahead: int) -> dict[str, Any]:
         """Where the pass stood when all but the last `num_ahead` batches had been handed out."""
         self._require_one_iterator()
-        if self.num_read - self.num_drained != self.position:
-            raise UnsupportedSetupError(
-                f"the loader {self.loader_name}",
-                f"its __iter__ has read {self.num_read} batches and handed out {self.position}",
-                "Let it hand out one batch for each that it reads.",
-            )
+        require_each_handed_out(self.loader_name, self.num_read - self.num_drained, self.position)
+        if self.is_told_by_sampler:
+            self.reads.num_draws = self.num_read
         position = self.position - num_ahead
         if self.sampler is not None and not self.sampler.has_drawn(position):  # persistent workers go round again
             raise UnsupportedSetupError(

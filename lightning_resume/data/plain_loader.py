@@ -20,7 +20,6 @@ class IterableEngine:
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.held = False
-        self.expects_ahead = False
         self.streams = Streams(find_generators({"loader": loader}))
         self.evolving = EvolvingAttributes(data_owners("loader", loader))
         self.current: _IterablePass | None = None
@@ -50,6 +49,9 @@ class IterableEngine:
         what = f"reading {state['position']} batches again"
         reads.replay(state["position"] + 1, lambda: next(begun[0]) if begun else begun.append(iter(self.loader)), what)
         return begun[0]
+
+    def expect_ahead(self) -> None:
+        """Each draw is recorded, whoever comes first."""
 
     def finish_pass(self) -> None:
         """Nothing runs ahead here."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_resume.data.streams import States, pack, unpack
 from lightning_resume.data.workers import Stamped
+from lightning_resume.errors import UnsupportedSetupError
 
 MAX_AHEAD = 8
 """Batches that may be handed out before one is trained; Lightning's fetcher takes one."""
@@ -122,6 +123,20 @@ class Pass:
     def count(self, iterator: Iterator[Any], owner: object = None) -> CountedIterator:
         """Counts what `iterator` hands out from now on; keeps `owner` alive as long."""
         return CountedIterator(iterator, self, owner)
+
+
+def require_each_handed_out(loader_name: str, num_read: int, position: int) -> None:
+    """Checks that the place in the order of batches is the number of those that were handed out.
+
+    Raises:
+        UnsupportedSetupError: it is not: a loader's `__iter__` drops batches, or goes on after one that failed.
+    """
+    if num_read != position:
+        raise UnsupportedSetupError(
+            f"the loader {loader_name}",
+            f"its __iter__ has read {num_read} batches, or tried to, and handed out {position}",
+            "Let it hand out one batch for each that it reads, and let the data set replace what cannot be read.",
+        )
 
 
 class CountedIterator:

@@ -16,10 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_resume.data.evolving import EvolvingAttributes, data_owners
 from lightning_resume.data.global_order import global_order, innermost, order_of, order_seed_of
 from lightning_resume.data.held import find_generators
-from lightning_resume.data.position import Pass, held_pass
+from lightning_resume.data.position import Pass, held_pass, require_each_handed_out
 from lightning_resume.data.positional import Positional, PositionalDataset, PositionalSampler, key_of, state_digest
 from lightning_resume.data.streams import Streams
-from lightning_resume.data.torch_hooks import GetIterator
+from lightning_resume.data.torch_hooks import GetIterator, NextData
 from lightning_resume.errors import StateMismatchError, UnsupportedSetupError, WorldSizeError
 
 TURN = 2**20
@@ -65,13 +65,19 @@ class PositionalPass(Pass):
 
     def read(self, iterator: Any, engine: Any) -> Any:
         """Torch's next batch; in this process the streams are put back once it is read."""
-        if engine.loader.num_workers > 0:
-            batch = type(iterator)._next_data(iterator)
-        else:
-            with engine.streams.isolated():
-                batch = type(iterator)._next_data(iterator)
         self.num_read += 1
-        return batch
+        try:
+            if engine.loader.num_workers > 0:
+                return type(iterator)._next_data(iterator)
+            with engine.streams.isolated():
+                return type(iterator)._next_data(iterator)
+        except StopIteration:
+            self.num_read -= 1
+            raise
+
+    def is_read_alone(self, engine: Any) -> bool:
+        """No: the streams are put back after each read."""
+        return False
 
 
 class PositionalEngine:
@@ -86,11 +92,12 @@ class PositionalEngine:
             raise UnsupportedSetupError(f'item_rng="positional" and the loader {loader!r}', reason, REMEDY)
         self.loader: DataLoader[Any] = loader
         self.positional, self.seed = positional, positional.seed
-        self.held = self.expects_ahead = False
+        self.held = False
         self.is_persistent = loader.num_workers > 0 and loader.persistent_workers
         self.streams = Streams()
         self._foreign = loader._iterator  # of persistent workers that somebody else has started
         self.current: PositionalPass | None = None
+        self.next_data: NextData | None = None
         self._name = "batch_sampler" if loader._auto_collation else "sampler"
         self._pending: dict[str, Any] | None = None
         self._last: tuple[int, int] | None = None
@@ -155,6 +162,9 @@ class PositionalEngine:
         """A position is entered by index."""
         return False
 
+    def expect_ahead(self) -> None:
+        """What is read ahead follows from its position, too."""
+
     def finish_pass(self) -> None:
         """Nothing has to be known about what ran ahead."""
 
@@ -181,12 +191,7 @@ class PositionalEngine:
         }
         if progress is None or progress.place is None or not progress.is_made:
             return state
-        if progress.num_read != progress.position:
-            raise UnsupportedSetupError(
-                f"the loader {type(self.loader).__name__}",
-                f"its __iter__ has read {progress.num_read} batches and handed out {progress.position}",
-                "Let it hand out one batch for each that it reads.",
-            )
+        require_each_handed_out(type(self.loader).__name__, progress.num_read, progress.position)
         position = progress.position - num_ahead
         has_ended = progress.has_ended and num_ahead == 0
         state |= {"is_iterating": True, "place": progress.place, "position": position, "has_ended": has_ended}

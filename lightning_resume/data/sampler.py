@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+import weakref
+from collections import abc, deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import compress, islice, repeat
+from operator import length_hint
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
@@ -18,6 +21,8 @@ from lightning_resume.errors import StateMismatchError
 
 # These draw from a global stream in their first `next` at most (checked on torch 2.6 and 2.13).
 _DRAW_ONCE = (SequentialSampler, RandomSampler, WeightedRandomSampler, SubsetRandomSampler, DistributedSampler)
+
+Iteration = abc.Generator[Any, None, None]
 
 
 class FastForwardSampler(Sampler[Any]):
@@ -52,8 +57,9 @@ class FastForwardSampler(Sampler[Any]):
         self._evolving = attributes if attributes is not None else watch_sampler(sampler)
         self._attributes = self._evolving.changed()
         self._others = others
-        self._closed: DrawLog | None = None
-        self._position = 0
+        self._iteration: weakref.ref[Iteration] | None = None
+        self._position = 0  # when counting was left to the tally
+        self._tally = Tally()
         self._pending: dict[str, Any] | None = None
 
     def _new_log(self) -> DrawLog:
@@ -69,26 +75,25 @@ class FastForwardSampler(Sampler[Any]):
         return getattr(self.sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._pending is not None:
-            return self._resumed()
+        iteration = self._resumed() if self._pending is not None else self._from_start()
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def _from_start(self) -> Iteration:
         self._log = log = self._new_log()
-        self._position, self._attributes = 0, self._evolving.changed()
+        self._position, self._tally, self._attributes = 0, Tally(), self._evolving.changed()
         iterator = log.draw(lambda: iter(self.sampler))
         return self._live(log, iterator)
 
-    def _live(self, log: DrawLog, iterator: Iterator[Any]) -> Iterator[Any]:
-        end = object()
+    def _live(self, log: DrawLog, iterator: Iterator[Any]) -> Iteration:
+        end, tally = object(), self._tally
         while not log.is_over:
-            if log is self._closed or (value := log.draw(lambda: next(iterator, end))) is end:
+            if (value := log.draw(lambda: next(iterator, end))) is end:
                 return
             self._position += 1
             yield value
-        while log is not self._closed:  # the same, without asking each time
-            log.num_draws += 1
-            if (value := next(iterator, end)) is end:
-                return
-            self._position += 1
-            yield value
+        yield from tally.over(iterator)
+        log.num_draws += 1  # the one that found the end; the tally has the others
 
     def forget(self) -> None:
         """Drops a loaded state that no iteration has used: the next one begins at the start."""
@@ -96,17 +101,19 @@ class FastForwardSampler(Sampler[Any]):
 
     def close(self) -> None:
         """Ends the current iteration: it yields no more, and nothing more is drawn."""
-        self._closed = self._log
+        iteration = self._iteration() if self._iteration is not None else None
+        if iteration is not None:
+            iteration.close()
 
-    def _resumed(self) -> Iterator[Any]:
+    def _resumed(self) -> Iteration:
         # A generator: DataLoader asks for an iterator twice and drops the first before its first `next`.
         state, self._pending = self._pending, None
         if state is None:
-            yield from self.__iter__()
+            yield from self._from_start()
             return
         self._log = log = self._new_log()
         log.load_state_dict(state["log"])
-        self._position, self._attributes = state["position"], state["attributes"]
+        self._position, self._tally, self._attributes = state["position"], Tally(), state["attributes"]
         iterator = self._started_from(state, log)
         # Only now: DataLoader has drawn its base seed, perhaps from the same generator.
         self._streams.restore(unpack(state["generators"]))
@@ -147,12 +154,13 @@ class FastForwardSampler(Sampler[Any]):
         """
         if self._pending is not None:
             return self._pending
-        if position is not None and not 0 <= position <= self._position:
-            raise ValueError(f"position must be between 0 and the {self._position} values drawn, got {position}")
+        num_drawn = self.num_drawn
+        if position is not None and not 0 <= position <= num_drawn:
+            raise ValueError(f"position must be between 0 and the {num_drawn} values drawn, got {position}")
         return {
-            "position": self._position if position is None else position,
-            "num_drawn": self._position,
-            "log": self._log.state_dict(),
+            "position": num_drawn if position is None else position,
+            "num_drawn": num_drawn,
+            "log": {**self._log.state_dict(), "num_draws": self._log.num_draws + self._tally.count},
             "generators": pack(self._streams.capture_generators()),
             "attributes": self._attributes,
             "idle": self._evolving.changed(),
@@ -161,7 +169,12 @@ class FastForwardSampler(Sampler[Any]):
 
     def has_drawn(self, num_values: int) -> bool:
         """Whether so many values were drawn in the current iteration, or will be when it has gone on from a state."""
-        return self._pending is not None or num_values <= self._position
+        return self._pending is not None or num_values <= self.num_drawn
+
+    @property
+    def num_drawn(self) -> int:
+        """Values drawn in the current iteration, from the start of the epoch on."""
+        return self._position + self._tally.count if self._pending is None else int(self._pending["position"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration go on from `state`.
@@ -179,6 +192,22 @@ class FastForwardSampler(Sampler[Any]):
     def _set_seeds(self, state: Mapping[str, Any]) -> None:
         for name, sampler in _seeded(self.sampler).items():
             sampler.seed = state["seeds"][name]
+
+
+class Tally:
+    """Counts what an iterator yields; no Python code runs for a value."""
+
+    def __init__(self) -> None:
+        self._left = repeat(True, sys.maxsize)
+
+    def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """What `iterator` yields."""
+        return compress(iterator, self._left)  # takes one of what is left for each value, and none at the end
+
+    @property
+    def count(self) -> int:
+        """Values so far."""
+        return sys.maxsize - length_hint(self._left)
 
 
 def advance(sampler: Iterable[Any], position: int) -> Iterator[Any]:

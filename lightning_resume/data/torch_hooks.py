@@ -21,13 +21,15 @@ class Engine(Protocol):
         loader: the user's.
         streams: what may be drawn from in this process.
         is_persistent: whether its worker processes outlive a pass.
-        current: the pass, with `made` and `read`.
+        current: the pass, with `made`, `read` and `is_read_alone`.
+        next_data: what stands in the newest iterator.
     """
 
     loader: Any
     streams: Streams
     is_persistent: bool
     current: Any
+    next_data: NextData | None
 
 
 class GetIterator:
@@ -46,7 +48,7 @@ class GetIterator:
         if view is None or engine is None or progress is None:
             raise RuntimeError("the loader of this pass is gone")
         iterator = progress.made(lambda: type(view)._get_iterator(view), engine.streams)
-        iterator._next_data = NextData(iterator, engine, progress)
+        engine.next_data = NextData(iterator, engine, progress)
         if engine.is_persistent:
             # Where Lightning, and the next pass, look for persistent workers.
             engine.loader.__dict__["_iterator"] = iterator
@@ -60,6 +62,12 @@ class NextData:
         self.progress = progress
         # Weak both ways: the user's loader holds persistent iterators, and an iterator ends its workers when it dies.
         self.iterator, self.engine = weakref.ref(iterator), weakref.ref(engine)
+        self.put()
+
+    def put(self) -> None:
+        """Puts it where torch finds it; it takes itself away when its pass needs it no longer."""
+        if (iterator := self.iterator()) is not None:
+            iterator._next_data = self
 
     def __call__(self) -> Any:
         """The next batch of this iterator's pass."""
@@ -67,7 +75,10 @@ class NextData:
         if iterator is None or engine is None:
             raise RuntimeError("the loader of this pass is gone")
         progress = engine.current if engine.is_persistent else self.progress
-        return progress.read(iterator, engine)
+        batch = progress.read(iterator, engine)
+        if progress.is_read_alone(engine):
+            del iterator._next_data
+        return batch
 
 
 def turn(iterator: Any, first: int) -> None:

@@ -21,7 +21,7 @@ from lightning_resume.data.loader_pass import LoaderPass
 from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
 from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle, watch_sampler
 from lightning_resume.data.streams import Streams, pack, unpack
-from lightning_resume.data.torch_hooks import GetIterator, turn
+from lightning_resume.data.torch_hooks import GetIterator, NextData, turn
 from lightning_resume.data.workers import ReplayingIterable, StampingCollate, WorkerBegin, WorkerStart, own_state
 from lightning_resume.errors import StateMismatchError
 
@@ -49,6 +49,7 @@ class DataLoaderEngine:
         self._workers_to_carry: dict[str, Any] | None = None
         self._carried: Mapping[str, Any] = {}
         self._entered: DataLoader[Any] | None = None
+        self.next_data: NextData | None = None
 
     def _find_generators(self) -> dict[str, Generator]:
         """Those that are drawn from in this process; workers have copies of the data set's."""
@@ -178,6 +179,12 @@ class DataLoaderEngine:
         trail = WorkerTrail(self.loader.num_workers, ends["states"], are_starts_known=not self.is_iterable)
         trail.base_seed = last.trail.base_seed
         return trail
+
+    def expect_ahead(self) -> None:
+        """See `ResumableLoader.expect_ahead`."""
+        if not self.expects_ahead and self.next_data is not None:
+            self.next_data.put()
+        self.expects_ahead = True
 
     def is_replayed(self, state: Mapping[str, Any]) -> bool:
         """Whether a pass is entered by reading: an iterable data set that cannot say where it stands."""

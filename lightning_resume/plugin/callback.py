@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import uuid
@@ -215,7 +214,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         hooks.install_hooks(
             trainer,
             lambda: self._before_epoch(trainer),
-            functools.partial(self._before_batch, trainer),  # called at every cut: a lambda would be one call more
+            self._quiet.lasts,
+            lambda: self._before_batch(trainer),
             lambda: self._before_epoch_end(trainer),
             lambda: self._listen(trainer),
             lambda: self._after_run(trainer),
@@ -303,13 +303,14 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _before_batch(self, trainer: Trainer) -> None:
         if self not in loops.callbacks(trainer):  # a tuner is running its own loop
             return
-        if not self._quiet.lasts():
-            self._look_at_cut(trainer)
-            self._begin_quiet(trainer)
+        self._look_at_cut(trainer)
+        self._begin_quiet(trainer)
 
     def _begin_quiet(self, trainer: Trainer) -> None:
         if trainer.world_size > 1:  # the ranks ask each other at each cut, and nothing is held
             return
+        if getattr(self.on_train_batch_end, "__func__", None) is not AtomicResumeCallback.on_train_batch_end:
+            return  # a subclass's own, which may not count the steps
         self._pass_over_hooks()
         if self._recall.is_held:  # the next cut is to drop it
             return
@@ -408,7 +409,10 @@ class AtomicResumeCallback(ModelCheckpoint):
         """Keeps the loss of the batch that completed an optimizer step."""
         if self._recall.was_held:
             self._recall.end_step()
-        self.history.note(self._count_steps(), outputs)
+        global_step = self._count_steps()
+        self.history.note(global_step, outputs)
+        if global_step >= self._quiet.until_step:
+            self._quiet.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the end."""

@@ -48,14 +48,14 @@ class LossHistory:
             return
         self._last_step = global_step
         loss = outputs.get("loss") if type(outputs) is dict or isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        if isinstance(loss, torch.Tensor) and ((is_scalar := loss.dim() == 0) or loss.numel() == 1):
             # Its value now: others hold the tensor too, and may add the next losses to it.
             self._new_steps.append(global_step)
             if loss.is_cpu:
                 if self._waiting:
                     self._read()
                 # In the middle of a step, when nothing is in the processor's cache, `item` takes half as long again.
-                value: Any = loss.tolist() if loss.dim() == 0 else loss.item()
+                value: Any = loss.tolist() if is_scalar else loss.item()
                 self._new_losses.append(value)
             else:
                 self._waiting.append(loss.detach().clone())

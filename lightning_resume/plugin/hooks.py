@@ -15,6 +15,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 def install_hooks(
     trainer: Trainer,
     before_epoch: Callable[[], None],
+    is_quiet: Callable[[], bool],
     before_batch: Callable[[], None],
     before_epoch_end: Callable[[], None],
     before_run: Callable[[], None],
@@ -22,6 +23,7 @@ def install_hooks(
 ) -> None:
     """Calls `before_epoch` before an epoch, `before_batch` at each cut, `before_epoch_end` after the last batch.
 
+    A cut at which `is_quiet` says so is passed: it is asked at every step, when little is in the processor's cache.
     `before_run` is called before data is set up, `after_run` when training has ended by itself, after everybody's
     `on_train_end`.
     """
@@ -33,7 +35,8 @@ def install_hooks(
         type(fit_loop).on_advance_start(fit_loop)
 
     def advance(data_fetcher: _DataFetcher) -> None:
-        before_batch()
+        if not is_quiet():
+            before_batch()
         type(epoch_loop).advance(epoch_loop, data_fetcher)
 
     def on_advance_end() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from time import monotonic
 
 from lightning.pytorch import Trainer
 
@@ -14,7 +14,10 @@ class Quiet:
     """A time in which no cut needs anything of this package; for a run in one process.
 
     It ends at a moment or at a step that are known when it begins, or when something comes between: SIGTERM as
-    Lightning notes it, or whatever else calls `end`.
+    Lightning notes it, or whatever else calls `end`. Whoever counts the steps compares them with `until_step`.
+
+    Attributes:
+        until_step: `global_step` with which it is over.
     """
 
     def __init__(self) -> None:
@@ -23,8 +26,7 @@ class Quiet:
 
     def forget(self) -> None:
         """It is over, and nothing of the trainer is kept."""
-        self._until_seconds = self._until_step = 0.0
-        self._count_steps: Callable[[], int] = int
+        self._until_seconds = self.until_step = 0.0
         self._has_received_sigterm: Callable[[], bool] = bool
 
     def begin(self, trainer: Trainer, until_seconds: float, until_step: float) -> None:
@@ -33,19 +35,15 @@ class Quiet:
         Args:
             trainer: at a cut.
             until_seconds: of `time.monotonic`.
-            until_step: `global_step` at which it is over.
+            until_step: `global_step` with which it is over.
         """
-        self._count_steps, self._has_received_sigterm = loops.step_counter(trainer), loops.sigterm_flag(trainer)
-        self._until_seconds, self._until_step = until_seconds, until_step
+        self._has_received_sigterm = loops.sigterm_flag(trainer)
+        self._until_seconds, self.until_step = until_seconds, until_step
 
     def end(self) -> None:
         """It is over. A signal's handler may call this."""
         self._until_seconds = 0.0
 
     def lasts(self) -> bool:
-        """Whether the cut that training has come to can be passed."""
-        return (
-            time.monotonic() < self._until_seconds
-            and self._count_steps() < self._until_step
-            and not self._has_received_sigterm()
-        )
+        """Whether the cut that training has come to can be passed. Asked at every cut: two comparisons."""
+        return monotonic() < self._until_seconds and not self._has_received_sigterm()

@@ -190,6 +190,22 @@ def test_batches_that_were_fetched_and_not_trained_are_fetched_again(kind: str, 
         assert (place, resumed.rows) == (place, whole.rows_from(place))
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "own generator", "stream"])
+def test_fetching_ahead_may_begin_in_the_middle_of_a_pass(kind: str) -> None:
+    """A pass of which only the count was kept is looked at again from there on."""
+    seed(1)
+    stock = train(KINDS[kind](), num_ahead=1, ahead_from=3)
+    seed(1)
+
+    whole = train(ResumableLoader(KINDS[kind]()), num_ahead=1, ahead_from=3, cut_at=[(0, 4), (0, 5), (1, 4)])
+
+    assert whole.rows == stock.rows
+    for place, cut in whole.cuts.items():
+        seed(999)
+        resumed = train(ResumableLoader(KINDS[kind]()), num_ahead=1, ahead_from=3, resume=cut)
+        assert (place, resumed.rows) == (place, whole.rows_from(place))
+
+
 @pytest.mark.parametrize("kind", ["shuffle", "own generator", "stream", "iterable", "persistent, workers"])
 def test_the_next_epoch_follows_the_last_one(kind: str) -> None:
     """Saved when training has ended, even in mid-epoch, and trained on: the next epoch is that of a longer run."""

@@ -229,10 +229,65 @@ def test_a_loader_that_drops_batches_is_refused_at_the_save() -> None:
     loader = ResumableLoader(Dropping(Items(), BATCH_SIZE))
     next(iter(loader))
 
-    with pytest.raises(UnsupportedSetupError, match=r"Dropping.*has read 6 batches and handed out 1") as caught:
+    told = r"Dropping.*has read 6 batches, or tried to, and handed out 1"
+    with pytest.raises(UnsupportedSetupError, match=told) as caught:
         loader.state_dict()
 
     assert caught.value.setup == "the loader Dropping"
+
+
+class Broken(Items):
+    """A data set one item of which cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2 * BATCH_SIZE:
+            raise OSError("no such sector")
+        return super().__getitem__(index)
+
+
+class Swallowing(DataLoader[Any]):
+    """A user's loader that goes on after a batch that could not be read."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iterator = super().__iter__()
+        while True:
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_goes_on_after_a_batch_that_failed_is_refused_from_there_on(num_workers: int) -> None:
+    """The batches that are trained lie one further in the order than their number says."""
+    loader = ResumableLoader(Swallowing(Broken(), BATCH_SIZE, num_workers=num_workers))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    before = loader.state_dict()
+
+    next(iterator)
+
+    assert before["position"] == 2
+    with pytest.raises(UnsupportedSetupError, match=r"Swallowing.*has read 4 batches, or tried to, and handed out 3"):
+        loader.state_dict()
+
+
+def test_torch_reads_alone_when_nothing_more_is_to_be_learnt() -> None:
+    """Each batch after the second costs a count; whoever begins to fetch ahead is looked at again."""
+    loader = ResumableLoader(DataLoader(Items(), BATCH_SIZE))
+    iterator: Any = iter(loader)
+    hooked = []
+    for _ in range(4):
+        next(iterator)
+        hooked.append("_next_data" in vars(iterator._iterator))
+
+    loader.expect_ahead()
+
+    assert hooked == [True, False, False, False]
+    assert "_next_data" in vars(iterator._iterator)
+    assert loader.state_dict()["position"] == 4
 
 
 class Repeating(DataLoader[Any]):

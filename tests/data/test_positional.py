@@ -475,5 +475,34 @@ def test_a_loader_that_hands_out_other_batches_than_it_reads_is_refused() -> Non
     iterator = iter(loader)
     next(iterator), next(iterator)
 
-    with pytest.raises(UnsupportedSetupError, match="has read 1 batches and handed out 2"):
+    with pytest.raises(UnsupportedSetupError, match="has read 1 batches, or tried to, and handed out 2"):
+        loader.state_dict()
+
+
+class Swallowing(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        while True:
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
+            except OSError:
+                continue
+
+
+class Broken(Noisy):
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 4:
+            raise OSError("no such sector")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_goes_on_after_a_batch_that_failed_is_refused(num_workers: int) -> None:
+    """It was read, in vain, and nobody was handed it."""
+    loader = make(Broken(), loader_class=Swallowing, num_workers=num_workers)
+    num_handed_out = len(list(loader))
+
+    with pytest.raises(UnsupportedSetupError, match=f"has read {num_handed_out + 1} batches, or tried to, and handed"):
         loader.state_dict()

@@ -243,6 +243,27 @@ def test_a_sampler_that_nobody_comes_between_keeps_a_small_record() -> None:
     assert len(disturbed.state_dict()["log"]["entries"]) == 10
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("kind", list(SAMPLERS))
+def test_a_closed_iteration_draws_nothing_more(kind: str, resumed: bool) -> None:
+    """Workers that are asked for the rest of a pass get no further index, and every stream stays where it is."""
+    seed(1)
+    sampler = FastForwardSampler(SAMPLERS[kind]())
+    if resumed:
+        use(iter(sampler), 2)
+        state, sampler = sampler.state_dict(), FastForwardSampler(SAMPLERS[kind]())
+        sampler.load_state_dict(state)
+    iterator = iter(sampler)
+    next(iterator)
+    before, streams = sampler.state_dict(), RNGState.capture()
+
+    sampler.close()
+
+    assert list(iterator) == []
+    assert sampler.state_dict()["position"] == before["position"] == (3 if resumed else 1)
+    assert RNGState.capture() == streams
+
+
 @pytest.mark.parametrize("position", [-1, 4])
 def test_a_position_that_was_not_reached_is_refused(position: int) -> None:
     """Nobody can have trained what was never drawn."""

@@ -298,6 +298,7 @@ def train(
     limits: Sequence[int | None] = LIMITS,
     cut_at: Collection[tuple[int, int]] | None = (),
     num_ahead: int = 0,
+    ahead_from: int = 0,
     resume: Cut | None = None,
 ) -> Run:
     """Trains from the start, or from a cut, to the end.
@@ -307,6 +308,7 @@ def train(
         limits: how many batches of each epoch to train; None: all.
         cut_at: before which batches to save; None: before each.
         num_ahead: how many batches to fetch before one is trained, as Lightning does where there is no length.
+        ahead_from: the batch of an epoch before which that begins.
         resume: where to go on.
     """
     run = Run()
@@ -319,10 +321,12 @@ def train(
         if resume is not None:
             resume.streams.restore()
             batch, resume = resume.batch, None
-        if num_ahead and isinstance(loader, ResumableLoader):
-            loader.expect_ahead()
-        fetched = _fetch(iterator, num_ahead)
+        first, fetched = batch, list[Any]()
         while True:
+            if num_ahead and batch == max(first, ahead_from):
+                if isinstance(loader, ResumableLoader):
+                    loader.expect_ahead()
+                fetched = _fetch(iterator, num_ahead)
             if cut_at is None or (epoch, batch) in cut_at:
                 _save(run, loader, epoch, batch, len(fetched))
             if batch == limits[epoch]:

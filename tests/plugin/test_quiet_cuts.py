@@ -199,3 +199,17 @@ def test_a_module_may_turn_to_manual_optimization_in_a_hook(hook: str, tmp_path:
     assert num_steps == (8 if hook == "on_train_start" else 6)
     assert callback.history.steps[-1] == num_steps
     assert saved_steps(tmp_path / "ck") == [0, 4, num_steps]
+
+
+def test_a_subclass_that_keeps_the_losses_to_itself_saves_at_its_steps(looked_at: list[int], tmp_path: Path) -> None:
+    """Where `on_train_batch_end` is its own, nobody counts the steps: each cut is looked at."""
+
+    class Own(AtomicResumeCallback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            """Nothing."""
+
+    callback = Own(tmp_path / "ck", every_n_train_steps=3, keep_last_k=9, save_on_exception=False, async_save=False)
+    make_trainer(tmp_path, callback, max_epochs=1).fit(NotedToy(), loader())
+
+    assert saved_steps(tmp_path / "ck") == [0, 3, 6, 8]
+    assert looked_at == [0, 1, 2, 3, 4, 5, 6, 7]
