@@ -6,6 +6,7 @@ A pass is entered by its order alone: no item is read, no draw has to be remembe
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class PositionalEngine:
         self.streams = Streams()
         self._foreign = loader._iterator  # of persistent workers that somebody else has started
         self.current: PositionalPass | None = None
-        self.next_data: NextData | None = None
+        self.next_data: weakref.WeakKeyDictionary[Any, NextData] = weakref.WeakKeyDictionary()
         self._name = "batch_sampler" if loader._auto_collation else "sampler"
         self._pending: dict[str, Any] | None = None
         self._last: tuple[int, int] | None = None

@@ -8,6 +8,7 @@ its iterator happens in `_get_iterator`, and what has to happen for each batch i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class DataLoaderEngine:
         self._workers_to_carry: dict[str, Any] | None = None
         self._carried: Mapping[str, Any] = {}
         self._entered: DataLoader[Any] | None = None
-        self.next_data: NextData | None = None
+        self.next_data: weakref.WeakKeyDictionary[Any, NextData] = weakref.WeakKeyDictionary()
 
     def _find_generators(self) -> dict[str, Generator]:
         """Those that are drawn from in this process; workers have copies of the data set's."""
@@ -182,8 +183,9 @@ class DataLoaderEngine:
 
     def expect_ahead(self) -> None:
         """See `ResumableLoader.expect_ahead`."""
-        if not self.expects_ahead and self.next_data is not None:
-            self.next_data.put()
+        if not self.expects_ahead:
+            for next_data in list(self.next_data.values()):  # whichever of them is trained from
+                next_data.put()
         self.expects_ahead = True
 
     def is_replayed(self, state: Mapping[str, Any]) -> bool:
