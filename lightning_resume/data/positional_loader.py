@@ -49,11 +49,13 @@ class PositionalPass(Pass):
         before: the (epoch, turn) of the pass before.
         attributes: the sampler's plain attributes that had changed when it began.
         num_read: batches that torch's iterator has returned, counted like `position`.
+        state: the one that it was entered from.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         super().__init__(state["position"] if state is not None else 0)
         self.num_read = self.position
+        self.state = state
         self.place: tuple[int, int] | None = tuple(state["place"]) if state is not None else None
         self.before: tuple[int, int] | None = None
         self.attributes: Any = state["attributes"] if state is not None else None
@@ -178,6 +180,8 @@ class PositionalEngine:
         if self._pending is not None:
             return self._pending
         progress = self.current
+        if progress is not None and progress.state is not None and not progress.is_made:
+            return dict(progress.state)  # entered, and its first batch is still to come
         state: dict[str, Any] = {
             "kind": "positional",
             "is_iterating": False,

@@ -19,7 +19,14 @@ from lightning_resume.data.changed_workers import check_workers
 from lightning_resume.data.evolving import EvolvingAttributes, data_owners
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
-from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
+from lightning_resume.data.position import (
+    CountedIterator,
+    WorkerTrail,
+    held_pass,
+    pack_workers,
+    require_each_handed_out,
+    unpack_workers,
+)
 from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle, watch_sampler
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, NextData, turn
@@ -225,6 +232,10 @@ class DataLoaderEngine:
             "generators": pack(self.streams.capture_generators()),
         }
         if progress is None or not progress.is_made:
+            if progress is not None and not progress.has_ended:  # an `__iter__` that makes its batches by itself
+                require_each_handed_out(type(self.loader).__name__, progress.num_read, progress.position)
+                if progress.state is not None:  # entered, and its iterator is made with its first batch
+                    return dict(progress.state)
             return {**state, **self._between_passes()}
         if progress.ended is not None:
             return {**progress.ended, **state}

@@ -389,6 +389,55 @@ def test_an_iterator_may_ask_for_an_index_before_it_reads() -> None:
     assert len(rest) == len(loader) - 4
 
 
+class Lazy(DataLoader[Any]):
+    """A loader that makes its iterator with its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_place_that_was_entered_is_kept_before_the_first_batch(num_workers: int) -> None:
+    """A save there says what the save said that was resumed from."""
+    torch.manual_seed(1)
+    state, _ = cut_of(ResumableLoader(Lazy(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers)), 4)
+    entered = ResumableLoader(Lazy(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    entered.load_state_dict(state)
+    iterator = iter(entered)
+
+    again = entered.state_dict()
+
+    resumed = ResumableLoader(Lazy(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    resumed.load_state_dict(again)
+    rest = [batch[0].tolist() for batch in resumed]
+    assert len(rest) == 2
+    assert rest == [batch[0].tolist() for batch in iterator]
+
+
+class ByItself(DataLoader[Any]):
+    """A loader that reads its items without torch's iterator."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for indices in self.batch_sampler:
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+
+def test_a_loader_that_reads_by_itself_is_refused_in_mid_pass() -> None:
+    """Nobody knows where it stands; between two passes it stands nowhere."""
+    loader = ResumableLoader(ByItself(Items(), BATCH_SIZE))
+    iterator = iter(loader)
+    before = loader.state_dict()
+    next(iterator)
+
+    with pytest.raises(UnsupportedSetupError, match=r"ByItself.*has read 0 batches, or tried to, and handed out 1"):
+        loader.state_dict()
+
+    for _ in iterator:
+        pass
+    assert not before["is_iterating"]
+    assert not loader.state_dict()["is_iterating"]
+
+
 class Repeating(DataLoader[Any]):
     """A user's loader that goes over its data twice in one pass."""
 
