@@ -76,6 +76,7 @@ class LoaderPass(Pass):
             if not self.resumed:
                 self.base_seed = self.trail.base_seed = iterator._base_seed
             return iterator
+        self._require_begun(0)
         with streams.isolated():
             streams.restore(self.start)
             self.evolving.restore(self.attributes)
@@ -103,6 +104,14 @@ class LoaderPass(Pass):
                 f"the loader {self.loader_name}",
                 f"its __iter__ makes {self.num_made} iterators in one pass",
                 "Let it make one in each pass, and repeat the items in its sampler.",
+            )
+
+    def _require_begun(self, times: int) -> None:
+        if self.sampler is not None and self.sampler.num_begun > times:
+            raise UnsupportedSetupError(
+                f"the loader {self.loader_name}",
+                "its __iter__ looks through its sampler besides reading, which draws another order",
+                "Let it go over its sampler once in each pass; len() tells how many batches there are.",
             )
 
     def _note_own_state(self) -> None:
@@ -176,6 +185,8 @@ class LoaderPass(Pass):
                 f"its __iter__ has handed out {position} batches, more than its sampler gave since it was begun last",
                 "Let it go over its sampler once in each pass, and repeat the items in the sampler.",
             )
+        if not self.has_ended:
+            self._require_begun(1)
         if self.has_workers and self.num_read:
             self.do_items_draw = bool(self.do_items_draw) or self.trail.do_items_draw
         now = self._attributes_before[-num_ahead] if num_ahead and self._attributes_before else self.evolving.changed()

@@ -163,6 +163,7 @@ class DataLoaderEngine:
             self._watched, self._sampler_attributes = sampler, watch_sampler(sampler)
         if self._sampler is None or not self.is_persistent or self._sampler.sampler is not sampler:
             self._sampler = FastForwardSampler(sampler, None, self._sampler_attributes, self.evolving)
+        self._sampler.num_begun = 0
         if self.current is not None:
             self.current.sampler = self._sampler
         return self._sampler

@@ -438,6 +438,31 @@ def test_a_loader_that_reads_by_itself_is_refused_in_mid_pass() -> None:
     assert not loader.state_dict()["is_iterating"]
 
 
+class LookingThrough(DataLoader[Any]):
+    """A loader that counts its batches before it reads them."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        list(self.batch_sampler)
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_looks_through_its_sampler_is_refused(num_workers: int) -> None:
+    """The look takes the place that a resume has put there, and the pass would begin at its start."""
+    loader = ResumableLoader(LookingThrough(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+
+    with pytest.raises(UnsupportedSetupError, match="LookingThrough.*looks through its sampler besides reading"):
+        loader.state_dict()
+
+    state, _ = cut_of(ResumableLoader(DataLoader(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers)), 2)
+    resumed = ResumableLoader(LookingThrough(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    resumed.load_state_dict(state)
+    with pytest.raises(UnsupportedSetupError, match="LookingThrough.*looks through its sampler besides reading"):
+        next(iter(resumed))
+
+
 class Repeating(DataLoader[Any]):
     """A user's loader that goes over its data twice in one pass."""
 
