@@ -453,13 +453,13 @@ def test_a_loader_that_looks_through_its_sampler_is_refused(num_workers: int) ->
     iterator = iter(loader)
     next(iterator), next(iterator)
 
-    with pytest.raises(UnsupportedSetupError, match="LookingThrough.*looks through its sampler besides reading"):
+    with pytest.raises(UnsupportedSetupError, match=r"LookingThrough.*looks through its sampler besides reading"):
         loader.state_dict()
 
     state, _ = cut_of(ResumableLoader(DataLoader(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers)), 2)
     resumed = ResumableLoader(LookingThrough(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
     resumed.load_state_dict(state)
-    with pytest.raises(UnsupportedSetupError, match="LookingThrough.*looks through its sampler besides reading"):
+    with pytest.raises(UnsupportedSetupError, match=r"LookingThrough.*looks through its sampler besides reading"):
         next(iter(resumed))
 
 
