@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
 from lightning_resume.data.evolving import Snapshot
 from lightning_resume.data.position import MAX_AHEAD, Pass, WorkerTrail, pack_workers, require_each_handed_out
 from lightning_resume.data.sampler import FastForwardSampler
@@ -23,6 +25,7 @@ class LoaderPass(Pass):
     Attributes:
         num_read: batches that torch's iterator was asked for, counted like `position`.
         num_drained: those of them that nobody was handed, because the pass was left early.
+        is_told_by_sampler: whether the sampler knows how many were read, as torch's own iterator goes.
         is_made: torch's iterator is there; a subclass may make it at its first batch only.
         num_made: how many of them the loader has made; a position is known in the first one.
         trail: where its workers stand.
@@ -45,7 +48,8 @@ class LoaderPass(Pass):
         self.sampler: FastForwardSampler | None = None
         self.trail, self.resumed, self.state = trail, resumed, state
         self.is_iterable, self.has_workers = engine.is_iterable, engine.loader.num_workers > 0
-        self.is_told_by_sampler = not self.is_iterable and not self.has_workers
+        self.is_indexed_here = not self.is_iterable and not self.has_workers
+        self.is_told_by_sampler = False
         self.dataset: Any = engine.loader.dataset
         self._own_states: deque[Any] = deque(maxlen=MAX_AHEAD)
         self._attributes_before: deque[Any] = deque(maxlen=MAX_AHEAD)
@@ -68,17 +72,18 @@ class LoaderPass(Pass):
         if self.state is None:
             self.start, self.attributes = streams.capture(), self.evolving.changed()
             self._note_own_state()
-            iterator = make()
+            iterator = self._make(make)
             if not self.resumed:
                 self.base_seed = self.trail.base_seed = iterator._base_seed
             return iterator
+        self._require_begun(0)
         with streams.isolated():
             streams.restore(self.start)
             self.evolving.restore(self.attributes)
             if self.is_stateful:
                 self.dataset.load_state_dict(self.state["dataset"])
                 self._note_own_state()
-            iterator = make()
+            iterator = self._make(make)
             if not self.has_workers:
                 self._skip_reads(iterator, self.state["reads"])
             if self.has_workers or not self.is_iterable:  # else reading has brought it there
@@ -87,12 +92,26 @@ class LoaderPass(Pass):
         streams.restore(unpack(self.state["generators"]))
         return iterator
 
+    def _make(self, make: Callable[[], Any]) -> Any:
+        iterator = make()
+        # One of somebody else's may ask the sampler for more indices than it reads.
+        self.is_told_by_sampler = self.is_indexed_here and type(iterator) is _SingleProcessDataLoaderIter
+        return iterator
+
     def _require_one_iterator(self) -> None:
         if self.num_made > 1:
             raise UnsupportedSetupError(
                 f"the loader {self.loader_name}",
                 f"its __iter__ makes {self.num_made} iterators in one pass",
                 "Let it make one in each pass, and repeat the items in its sampler.",
+            )
+
+    def _require_begun(self, times: int) -> None:
+        if self.sampler is not None and self.sampler.num_begun > times:
+            raise UnsupportedSetupError(
+                f"the loader {self.loader_name}",
+                "its __iter__ looks through its sampler besides reading, which draws another order",
+                "Let it go over its sampler once in each pass; len() tells how many batches there are.",
             )
 
     def _note_own_state(self) -> None:
@@ -120,7 +139,7 @@ class LoaderPass(Pass):
         self.is_made = True
         num_before = self.num_read
         self._num_read += 1
-        if self.is_told_by_sampler:  # some may have been read alone
+        if self.is_indexed_here:  # some may have been read alone
             self.reads.num_draws = num_before
         try:
             return self._read(iterator, engine, num_before)
@@ -152,9 +171,13 @@ class LoaderPass(Pass):
     def state_dict(self, num_ahead: int) -> dict[str, Any]:
         """Where the pass stood when all but the last `num_ahead` batches had been handed out."""
         self._require_one_iterator()
-        require_each_handed_out(self.loader_name, self.num_read - self.num_drained, self.position)
-        if self.is_told_by_sampler:
-            self.reads.num_draws = self.num_read
+        num_read = self.num_read - self.num_drained
+        if self.has_ended and self.is_told_by_sampler and num_read == self.position + 1:
+            num_read -= 1  # at the last of them the data set has raised StopIteration: no batch
+        require_each_handed_out(self.loader_name, num_read, self.position)
+        if self.is_indexed_here:
+            # Some were read alone; the end may have been drawn, too, which is no batch.
+            self.reads.num_draws = max(self.reads.num_draws, self.num_read)
         position = self.position - num_ahead
         if self.sampler is not None and not self.sampler.has_drawn(position):  # persistent workers go round again
             raise UnsupportedSetupError(
@@ -162,6 +185,8 @@ class LoaderPass(Pass):
                 f"its __iter__ has handed out {position} batches, more than its sampler gave since it was begun last",
                 "Let it go over its sampler once in each pass, and repeat the items in the sampler.",
             )
+        if not self.has_ended:
+            self._require_begun(1)
         if self.has_workers and self.num_read:
             self.do_items_draw = bool(self.do_items_draw) or self.trail.do_items_draw
         now = self._attributes_before[-num_ahead] if num_ahead and self._attributes_before else self.evolving.changed()

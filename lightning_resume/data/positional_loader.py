@@ -6,6 +6,7 @@ A pass is entered by its order alone: no item is read, no draw has to be remembe
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -48,11 +49,13 @@ class PositionalPass(Pass):
         before: the (epoch, turn) of the pass before.
         attributes: the sampler's plain attributes that had changed when it began.
         num_read: batches that torch's iterator has returned, counted like `position`.
+        state: the one that it was entered from.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         super().__init__(state["position"] if state is not None else 0)
         self.num_read = self.position
+        self.state = state
         self.place: tuple[int, int] | None = tuple(state["place"]) if state is not None else None
         self.before: tuple[int, int] | None = None
         self.attributes: Any = state["attributes"] if state is not None else None
@@ -97,7 +100,7 @@ class PositionalEngine:
         self.streams = Streams()
         self._foreign = loader._iterator  # of persistent workers that somebody else has started
         self.current: PositionalPass | None = None
-        self.next_data: NextData | None = None
+        self.next_data: weakref.WeakKeyDictionary[Any, NextData] = weakref.WeakKeyDictionary()
         self._name = "batch_sampler" if loader._auto_collation else "sampler"
         self._pending: dict[str, Any] | None = None
         self._last: tuple[int, int] | None = None
@@ -177,6 +180,8 @@ class PositionalEngine:
         if self._pending is not None:
             return self._pending
         progress = self.current
+        if progress is not None and progress.state is not None and not progress.is_made:
+            return dict(progress.state)  # entered, and its first batch is still to come
         state: dict[str, Any] = {
             "kind": "positional",
             "is_iterating": False,

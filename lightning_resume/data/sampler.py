@@ -42,6 +42,9 @@ class FastForwardSampler(Sampler[Any]):
             that its attributes lead to, except through its data set.
         attributes: the sampler's attributes as they were when the process had just built it; by default as they are.
         others: attributes of the data, of which some may be the sampler's, too; running it again leaves them alone.
+
+    Attributes:
+        num_begun: iterations from which a value was asked, since somebody has set this to 0.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class FastForwardSampler(Sampler[Any]):
         self._iteration: weakref.ref[Iteration] | None = None
         self._position = 0  # when counting was left to the tally
         self._tally = Tally()
+        self.num_begun = 0
         self._pending: dict[str, Any] | None = None
 
     def _new_log(self) -> DrawLog:
@@ -87,6 +91,7 @@ class FastForwardSampler(Sampler[Any]):
 
     def _live(self, log: DrawLog, iterator: Iterator[Any]) -> Iteration:
         end, tally = object(), self._tally
+        self.num_begun += 1
         while not log.is_over:
             if (value := log.draw(lambda: next(iterator, end))) is end:
                 return

@@ -22,14 +22,14 @@ class Engine(Protocol):
         streams: what may be drawn from in this process.
         is_persistent: whether its worker processes outlive a pass.
         current: the pass, with `made`, `read` and `is_read_alone`.
-        next_data: what stands in the newest iterator.
+        next_data: iterator of torch's -> what stands, or stood, in it.
     """
 
     loader: Any
     streams: Streams
     is_persistent: bool
     current: Any
-    next_data: NextData | None
+    next_data: weakref.WeakKeyDictionary[Any, NextData]
 
 
 class GetIterator:
@@ -48,7 +48,7 @@ class GetIterator:
         if view is None or engine is None or progress is None:
             raise RuntimeError("the loader of this pass is gone")
         iterator = progress.made(lambda: type(view)._get_iterator(view), engine.streams)
-        engine.next_data = NextData(iterator, engine, progress)
+        engine.next_data[iterator] = NextData(iterator, engine, progress)
         if engine.is_persistent:
             # Where Lightning, and the next pass, look for persistent workers.
             engine.loader.__dict__["_iterator"] = iterator

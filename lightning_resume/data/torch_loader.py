@@ -8,6 +8,7 @@ its iterator happens in `_get_iterator`, and what has to happen for each batch i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,14 @@ from lightning_resume.data.changed_workers import check_workers
 from lightning_resume.data.evolving import EvolvingAttributes, data_owners
 from lightning_resume.data.held import Generator, find_generators
 from lightning_resume.data.loader_pass import LoaderPass
-from lightning_resume.data.position import CountedIterator, WorkerTrail, held_pass, pack_workers, unpack_workers
+from lightning_resume.data.position import (
+    CountedIterator,
+    WorkerTrail,
+    held_pass,
+    pack_workers,
+    require_each_handed_out,
+    unpack_workers,
+)
 from lightning_resume.data.sampler import FastForwardSampler, find_sampler_generators, load_idle, watch_sampler
 from lightning_resume.data.streams import Streams, pack, unpack
 from lightning_resume.data.torch_hooks import GetIterator, NextData, turn
@@ -49,7 +57,7 @@ class DataLoaderEngine:
         self._workers_to_carry: dict[str, Any] | None = None
         self._carried: Mapping[str, Any] = {}
         self._entered: DataLoader[Any] | None = None
-        self.next_data: NextData | None = None
+        self.next_data: weakref.WeakKeyDictionary[Any, NextData] = weakref.WeakKeyDictionary()
 
     def _find_generators(self) -> dict[str, Generator]:
         """Those that are drawn from in this process; workers have copies of the data set's."""
@@ -155,6 +163,7 @@ class DataLoaderEngine:
             self._watched, self._sampler_attributes = sampler, watch_sampler(sampler)
         if self._sampler is None or not self.is_persistent or self._sampler.sampler is not sampler:
             self._sampler = FastForwardSampler(sampler, None, self._sampler_attributes, self.evolving)
+        self._sampler.num_begun = 0
         if self.current is not None:
             self.current.sampler = self._sampler
         return self._sampler
@@ -182,8 +191,9 @@ class DataLoaderEngine:
 
     def expect_ahead(self) -> None:
         """See `ResumableLoader.expect_ahead`."""
-        if not self.expects_ahead and self.next_data is not None:
-            self.next_data.put()
+        if not self.expects_ahead:
+            for next_data in list(self.next_data.values()):  # whichever of them is trained from
+                next_data.put()
         self.expects_ahead = True
 
     def is_replayed(self, state: Mapping[str, Any]) -> bool:
@@ -223,6 +233,10 @@ class DataLoaderEngine:
             "generators": pack(self.streams.capture_generators()),
         }
         if progress is None or not progress.is_made:
+            if progress is not None and not progress.has_ended:  # an `__iter__` that makes its batches by itself
+                require_each_handed_out(type(self.loader).__name__, progress.num_read, progress.position)
+                if progress.state is not None:  # entered, and its iterator is made with its first batch
+                    return dict(progress.state)
             return {**state, **self._between_passes()}
         if progress.ended is not None:
             return {**progress.ended, **state}

@@ -309,9 +309,9 @@ class AtomicResumeCallback(ModelCheckpoint):
     def _begin_quiet(self, trainer: Trainer) -> None:
         if trainer.world_size > 1:  # the ranks ask each other at each cut, and nothing is held
             return
+        self._pass_over_hooks()
         if getattr(self.on_train_batch_end, "__func__", None) is not AtomicResumeCallback.on_train_batch_end:
             return  # a subclass's own, which may not count the steps
-        self._pass_over_hooks()
         if self._recall.is_held:  # the next cut is to drop it
             return
         until_seconds, until_step = self._saver.next_due()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from training import BATCH_SIZE, LOADERS, EpochSampler, Items, Scaled, Stream, seed, train
 
 from lightning_resume import ResumableLoader, RNGState, StateMismatchError, UnsupportedSetupError
@@ -288,6 +289,178 @@ def test_torch_reads_alone_when_nothing_more_is_to_be_learnt() -> None:
     assert hooked == [True, False, False, False]
     assert "_next_data" in vars(iterator._iterator)
     assert loader.state_dict()["position"] == 4
+
+
+@pytest.mark.parametrize("is_followed_first", [False, True])
+def test_each_pass_of_a_loader_is_looked_at_when_fetching_ahead_begins(is_followed_first: bool) -> None:
+    """Somebody may have looked into the loader since the pass began that is trained from."""
+    loader = ResumableLoader(DataLoader(Items(), BATCH_SIZE))
+    trained: Any = iter(loader)
+    next(trained), next(trained), next(trained)
+    look: Any = iter(loader)
+    next(look)
+
+    if is_followed_first:
+        loader.follow(trained)
+    loader.expect_ahead()
+
+    assert "_next_data" in vars(trained._iterator)
+
+
+class Geometric(Sampler[Any]):
+    """Draws before each batch, and before the end, too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while float(torch.rand(())) < 0.8:
+            yield torch.randint(20, (BATCH_SIZE,)).tolist()
+
+
+def test_an_end_that_was_fetched_ahead_is_not_drawn_again() -> None:
+    """The random streams have moved for it already."""
+    torch.manual_seed(3)
+    loader = ResumableLoader(DataLoader(Items(), batch_sampler=Geometric()))
+    loader.expect_ahead()
+    batches = list(loader)
+    state, stream = loader.state_dict(1), torch.get_rng_state()
+    resumed = ResumableLoader(DataLoader(Items(), batch_sampler=Geometric()))
+    resumed.expect_ahead()
+    resumed.load_state_dict(state)
+
+    rest = list(resumed)
+
+    assert len(batches) > 2
+    assert [batch[0].tolist() for batch in rest] == [batches[-1][0].tolist()]
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+class Ending(Items):
+    """A data set that ends a pass by itself."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 4 * BATCH_SIZE:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+def test_a_data_set_may_end_a_pass() -> None:
+    """The index that it ended at is no batch that was read."""
+    loader = ResumableLoader(DataLoader(Ending(), BATCH_SIZE))
+    num_batches = len(list(loader))
+
+    state = loader.state_dict()
+
+    assert (num_batches, state["position"], state["has_ended"]) == (4, 4, True)
+
+
+class LooksAhead(_SingleProcessDataLoaderIter):
+    """An iterator of a user's own that knows the next index, to warm a cache."""
+
+    upcoming: Any = None
+
+    def _next_index(self) -> Any:
+        index = super()._next_index() if self.upcoming is None else self.upcoming
+        if index == "end":
+            raise StopIteration
+        try:
+            self.upcoming = super()._next_index()
+        except StopIteration:
+            self.upcoming = "end"
+        return index
+
+
+class LookingAhead(DataLoader[Any]):
+    def _get_iterator(self) -> Any:
+        return LooksAhead(self)
+
+
+def test_an_iterator_may_ask_for_an_index_before_it_reads() -> None:
+    """Batches are counted where they are read, unless torch's own iterator reads them."""
+    torch.manual_seed(1)
+    loader = ResumableLoader(LookingAhead(Items(), BATCH_SIZE, shuffle=True))
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    state = loader.state_dict()
+    rest = [batch[0].tolist() for batch in iterator]
+    resumed = ResumableLoader(LookingAhead(Items(), BATCH_SIZE, shuffle=True))
+    resumed.load_state_dict(state)
+
+    assert [batch[0].tolist() for batch in resumed] == rest
+    assert len(rest) == len(loader) - 4
+
+
+class Lazy(DataLoader[Any]):
+    """A loader that makes its iterator with its first batch."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_place_that_was_entered_is_kept_before_the_first_batch(num_workers: int) -> None:
+    """A save there says what the save said that was resumed from."""
+    torch.manual_seed(1)
+    state, _ = cut_of(ResumableLoader(Lazy(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers)), 4)
+    entered = ResumableLoader(Lazy(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    entered.load_state_dict(state)
+    iterator = iter(entered)
+
+    again = entered.state_dict()
+
+    resumed = ResumableLoader(Lazy(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    resumed.load_state_dict(again)
+    rest = [batch[0].tolist() for batch in resumed]
+    assert len(rest) == 2
+    assert rest == [batch[0].tolist() for batch in iterator]
+
+
+class ByItself(DataLoader[Any]):
+    """A loader that reads its items without torch's iterator."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for indices in self.batch_sampler:
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+
+def test_a_loader_that_reads_by_itself_is_refused_in_mid_pass() -> None:
+    """Nobody knows where it stands; between two passes it stands nowhere."""
+    loader = ResumableLoader(ByItself(Items(), BATCH_SIZE))
+    iterator = iter(loader)
+    before = loader.state_dict()
+    next(iterator)
+
+    with pytest.raises(UnsupportedSetupError, match=r"ByItself.*has read 0 batches, or tried to, and handed out 1"):
+        loader.state_dict()
+
+    for _ in iterator:
+        pass
+    assert not before["is_iterating"]
+    assert not loader.state_dict()["is_iterating"]
+
+
+class LookingThrough(DataLoader[Any]):
+    """A loader that counts its batches before it reads them."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        list(self.batch_sampler)
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_looks_through_its_sampler_is_refused(num_workers: int) -> None:
+    """The look takes the place that a resume has put there, and the pass would begin at its start."""
+    loader = ResumableLoader(LookingThrough(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+
+    with pytest.raises(UnsupportedSetupError, match=r"LookingThrough.*looks through its sampler besides reading"):
+        loader.state_dict()
+
+    state, _ = cut_of(ResumableLoader(DataLoader(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers)), 2)
+    resumed = ResumableLoader(LookingThrough(Items(), BATCH_SIZE, shuffle=True, num_workers=num_workers))
+    resumed.load_state_dict(state)
+    with pytest.raises(UnsupportedSetupError, match=r"LookingThrough.*looks through its sampler besides reading"):
+        next(iter(resumed))
 
 
 class Repeating(DataLoader[Any]):

@@ -506,3 +506,21 @@ def test_a_loader_that_goes_on_after_a_batch_that_failed_is_refused(num_workers:
 
     with pytest.raises(UnsupportedSetupError, match=f"has read {num_handed_out + 1} batches, or tried to, and handed"):
         loader.state_dict()
+
+
+def test_a_place_that_was_entered_is_kept_before_the_first_batch() -> None:
+    """A save there says what the save said that was resumed from."""
+    loader = make(shuffle=True)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    entered = make(shuffle=True)
+    entered.load_state_dict(state)
+    entered_iterator = iter(entered)
+
+    again = entered.state_dict()
+
+    resumed = make(shuffle=True)
+    resumed.load_state_dict(again)
+    assert again == state
+    assert [str(batch) for batch in resumed] == [str(batch) for batch in entered_iterator]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from inprocess import make_trainer, plugin
+from inprocess import NotedToy, Stop, StopAfter, make_trainer, plugin
 from lightning.pytorch import LightningDataModule
 from scenarios.parts import WORKERS, Buckets, Items, Module, Scenario, ValidatedModule, digest, join, loader, scenario
 from scenarios.running import Record, run
@@ -342,3 +342,35 @@ def global_batches(records: Sequence[Record]) -> dict[tuple[int, int], tuple[lis
         )
         for place, share in shares.items()
     }
+
+
+class Lazy(DataLoader[Any]):
+    """A loader that makes its iterator with its first batch."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize(("loader_class", "item_rng"), [(DataLoader, "positional"), (Lazy, "stock")])
+def test_a_run_that_goes_on_elsewhere_may_be_killed_at_once(loader_class: Any, item_rng: str, tmp_path: Path) -> None:
+    """What it saves before its first batch has the place in the epoch."""
+
+    def fit(folder: str, ckpt_path: Any, *callbacks: Any, every: int) -> NotedToy:
+        torch.manual_seed(1)
+        module = NotedToy()
+        own = plugin(tmp_path / folder, every_n_train_steps=every, item_rng=item_rng, save_on_exception=False)
+        trainer = make_trainer(tmp_path, own, *callbacks, max_epochs=1)
+        data = loader_class(ToyItems(32), 4, shuffle=True)
+        try:
+            trainer.fit(module, data, ckpt_path=ckpt_path)
+        except Stop:
+            assert callbacks
+        return module
+
+    whole = fit("first", None, every=1)
+
+    fit("second", tmp_path / "first" / "step-00000003", StopAfter(1), every=100)
+    resumed = fit("second", "last", every=100)
+
+    assert len(whole._rows) == 8
+    assert resumed._rows == whole._rows[3:]
