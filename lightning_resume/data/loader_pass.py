@@ -25,7 +25,8 @@ class LoaderPass(Pass):
     Attributes:
         num_read: batches that torch's iterator was asked for, counted like `position`.
         num_drained: those of them that nobody was handed, because the pass was left early.
-        is_told_by_sampler: whether the sampler knows how many were read, as torch's own iterator goes.
+        is_indexed_here: whether this process draws the indices and reads the items.
+        is_told_by_sampler: whether the sampler knows how many were read, too, as torch's own iterator goes.
         is_made: torch's iterator is there; a subclass may make it at its first batch only.
         num_made: how many of them the loader has made; a position is known in the first one.
         trail: where its workers stand.
