@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
-
 from lightning_resume.data.evolving import Snapshot
 from lightning_resume.data.position import MAX_AHEAD, Pass, WorkerTrail, pack_workers, require_each_handed_out
 from lightning_resume.data.sampler import FastForwardSampler
 from lightning_resume.data.streams import DrawLog, Streams, pack, unpack
+from lightning_resume.data.torch_hooks import reads_as_it_draws
 from lightning_resume.data.workers import Stamped, own_state
 from lightning_resume.errors import UnsupportedSetupError
 
@@ -95,8 +94,7 @@ class LoaderPass(Pass):
 
     def _make(self, make: Callable[[], Any]) -> Any:
         iterator = make()
-        # One of somebody else's may ask the sampler for more indices than it reads.
-        self.is_told_by_sampler = self.is_indexed_here and type(iterator) is _SingleProcessDataLoaderIter
+        self.is_told_by_sampler = self.is_indexed_here and reads_as_it_draws(iterator)
         return iterator
 
     def _require_one_iterator(self) -> None:

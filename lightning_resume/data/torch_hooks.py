@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_resume.data.streams import Streams
 
@@ -79,6 +80,11 @@ class NextData:
         if progress.is_read_alone(engine):
             del iterator._next_data
         return batch
+
+
+def reads_as_it_draws(iterator: object) -> bool:
+    """Whether this is torch's own iterator without workers; another may ask the sampler for more than it reads."""
+    return type(iterator) is _SingleProcessDataLoaderIter
 
 
 def turn(iterator: Any, first: int) -> None:
