@@ -1,6 +1,6 @@
 """What the callback costs while no save is due: the time of a training step with it and without it, side by side.
 
-    python -m benchmarks.idle                     about three minutes
+    python -m benchmarks.idle                     about four minutes
     python -m benchmarks.idle --quick             about a minute, noisier
     python -m benchmarks.idle --num-workers 2     batches come from worker processes, which stamp them
 
@@ -9,7 +9,8 @@ without, and so on, so that whatever else the machine does meets both alike. Eac
 pair of processes gives the median of its turns' ratios. `ratio` is the median over all pairs; `min` and `max` are those
 of single pairs, since memory layout alone makes two equal processes differ. `control` is the same measurement with two
 processes that both lack the callback: what is seen where there is nothing to see. `empty` is the same with an empty
-`Callback()` in its place: what Lightning itself takes to ask one more callback, which no callback can go below.
+`Callback()` in its place: what Lightning itself takes to ask one more callback; `model_checkpoint` with Lightning's own
+`ModelCheckpoint`, which has nothing to save before the epoch ends.
 
 A step is timed from one batch's start to the next one's. Prints JSON. Exit status 1 if `ratio` is above 1.01.
 """
@@ -34,6 +35,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,6 +45,7 @@ LIMIT = 1.01
 TURN = 10  # steps
 NUM_WARM_UP_TURNS = 3
 WIDTH, BATCH_SIZE = 256, 64
+OTHERS = ("empty", "model_checkpoint")
 
 
 class Net(LightningModule):
@@ -106,7 +109,7 @@ def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folde
         num_steps: to train.
         num_workers: of the loader.
         folder: of the checkpoints that are not written.
-        kind: "ours", "empty" or "control".
+        kind: "ours", "model_checkpoint", "empty" or "control".
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -115,6 +118,8 @@ def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folde
     callbacks: list[Callback] = [clock]
     if kind == "empty":
         callbacks.append(Callback())
+    if kind == "model_checkpoint":
+        callbacks.append(ModelCheckpoint(folder, every_n_epochs=10**9))
     if kind == "ours":
         # Both cadences are asked at every step; neither comes due.
         plugin = AtomicResumeCallback(
@@ -130,7 +135,7 @@ def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folde
         max_epochs=1,
         callbacks=callbacks,
         logger=False,
-        enable_checkpointing=kind == "ours",
+        enable_checkpointing=kind in ("ours", "model_checkpoint"),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -184,7 +189,7 @@ def run(num_pairs: int, num_turns: int, num_workers: int, step_seconds: float) -
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     num_layers = layers_for(step_seconds)
     sizes = (num_layers, TURN * (num_turns + NUM_WARM_UP_TURNS) + 1, num_workers)
-    kinds: dict[str, list[tuple[float, list[float]]]] = {"ours": [], "empty": [], "control": []}
+    kinds: dict[str, list[tuple[float, list[float]]]] = {kind: [] for kind in ("ours", *OTHERS, "control")}
     for number in range(num_pairs):
         for kind, results in kinds.items():
             results.append(measure_pair(kind, number % 2 == 0, *sizes))
@@ -194,9 +199,9 @@ def run(num_pairs: int, num_turns: int, num_workers: int, step_seconds: float) -
         "ratio": round(statistics.median(ratios["ours"]), 4),
         "min": round(min(ratios["ours"]), 4),
         "max": round(max(ratios["ours"]), 4),
-        **{kind: round(statistics.median(ratios[kind]), 4) for kind in ("empty", "control")},
-        **{f"{kind}_min": round(min(ratios[kind]), 4) for kind in ("empty", "control")},
-        **{f"{kind}_max": round(max(ratios[kind]), 4) for kind in ("empty", "control")},
+        **{kind: round(statistics.median(ratios[kind]), 4) for kind in (*OTHERS, "control")},
+        **{f"{kind}_min": round(min(ratios[kind]), 4) for kind in (*OTHERS, "control")},
+        **{f"{kind}_max": round(max(ratios[kind]), 4) for kind in (*OTHERS, "control")},
         "step_ms_without": round(1000 * statistics.median(before for _, (before, _) in pairs), 3),
         "step_ms_with": round(1000 * statistics.median(after for _, (_, after) in pairs), 3),
         "num_pairs": num_pairs,

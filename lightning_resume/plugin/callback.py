@@ -93,6 +93,8 @@ class AtomicResumeCallback(ModelCheckpoint):
         TypeError, ValueError: wrong arguments.
     """
 
+    state_key: str = STATE_KEY  # read at every hook: a property would be a call more
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -159,11 +161,6 @@ class AtomicResumeCallback(ModelCheckpoint):
         self._configured: dict[str, Any] = {}
         self._beginning: dict[str, Any] = {}
         self._told: set[str] = set()
-
-    @property
-    def state_key(self) -> str:
-        """Key of this callback's state in a checkpoint."""
-        return STATE_KEY
 
     # -- finding and reading ----------------------------------------------------------------------------------------
 

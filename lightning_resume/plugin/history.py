@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _READ_AFTER = 1000  # device tensors are moved to the CPU in groups: one synchronisation for all
 
@@ -24,17 +25,18 @@ class LossHistory:
         self._losses = torch.empty(0, dtype=torch.float64, device="cpu")
         self._new_steps: list[int] = []
         self._new_losses: list[float] = []
-        self._waiting: list[torch.Tensor] = []
+        self._waiting: list[Tensor] = []
         self._last_step = 0
+        self._is_like_last = False  # as far as is known: a number on the CPU
 
     @property
-    def steps(self) -> torch.Tensor:
+    def steps(self) -> Tensor:
         """`global_step` of each entry, int64."""
         self._flush()
         return self._steps
 
     @property
-    def losses(self) -> torch.Tensor:
+    def losses(self) -> Tensor:
         """Loss of each entry, float64."""
         self._flush()
         return self._losses
@@ -48,19 +50,30 @@ class LossHistory:
             return
         self._last_step = global_step
         loss = outputs.get("loss") if type(outputs) is dict or isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor) and ((is_scalar := loss.dim() == 0) or loss.numel() == 1):
-            # Its value now: others hold the tensor too, and may add the next losses to it.
-            self._new_steps.append(global_step)
-            if loss.is_cpu:
-                if self._waiting:
-                    self._read()
-                # In the middle of a step, when nothing is in the processor's cache, `item` takes half as long again.
-                value: Any = loss.tolist() if is_scalar else loss.item()
+        if self._is_like_last and type(loss) is Tensor:
+            # In the middle of a step little is in the processor's cache: each question takes microseconds.
+            value: Any = loss.tolist()
+            if type(value) is float:
+                self._new_steps.append(global_step)
                 self._new_losses.append(value)
-            else:
-                self._waiting.append(loss.detach().clone())
-                if len(self._waiting) >= _READ_AFTER:
-                    self._read()
+                return
+        self._take(global_step, loss)
+
+    def _take(self, global_step: int, loss: Any) -> None:
+        """Its value now: others hold the tensor too, and may add the next losses to it."""
+        self._is_like_last = False
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        self._new_steps.append(global_step)
+        if loss.is_cpu:
+            if self._waiting:
+                self._read()
+            self._new_losses.append(loss.item())
+            self._is_like_last = loss.dim() == 0
+        else:
+            self._waiting.append(loss.detach().clone())
+            if len(self._waiting) >= _READ_AFTER:
+                self._read()
 
     def _read(self) -> None:
         losses, self._waiting = self._waiting, []
@@ -68,6 +81,7 @@ class LossHistory:
         self._new_losses += torch.stack([loss.reshape(()).to(device, torch.float64) for loss in losses]).tolist()
 
     def _flush(self) -> None:
+        self._is_like_last = False
         if self._waiting:
             self._read()
         if self._new_steps:
@@ -83,4 +97,4 @@ class LossHistory:
         """Goes on from what `state_dict` returned."""
         self._steps, self._losses = state["steps"], state["losses"]
         self._new_steps, self._new_losses, self._waiting = [], [], []
-        self._last_step = state["last_step"]
+        self._last_step, self._is_like_last = state["last_step"], False

@@ -7,10 +7,8 @@ nothing of the next has begun.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -138,9 +136,9 @@ def step_counter(trainer: Trainer) -> Callable[[], int]:
     return lambda: (automatic if module.automatic_optimization else manual).completed
 
 
-def sigterm_flag(trainer: Trainer) -> Callable[[], bool]:
-    """What `received_sigterm` answers, without the properties on the way to it."""
-    return functools.partial(attrgetter("received_sigterm"), trainer._signal_connector)
+def sigterm_owner(trainer: Trainer) -> Any:
+    """The object whose `received_sigterm` the trainer's is: the properties on the way to it take their time."""
+    return trainer._signal_connector
 
 
 def batch_in_epoch(trainer: Trainer) -> int:

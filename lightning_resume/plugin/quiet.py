@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -27,7 +27,7 @@ class Quiet:
     def forget(self) -> None:
         """It is over, and nothing of the trainer is kept."""
         self._until_seconds = self.until_step = 0.0
-        self._has_received_sigterm: Callable[[], bool] = bool
+        self._lightning: Any = None
 
     def begin(self, trainer: Trainer, until_seconds: float, until_step: float) -> None:
         """It lasts from now on.
@@ -37,7 +37,7 @@ class Quiet:
             until_seconds: of `time.monotonic`.
             until_step: `global_step` with which it is over.
         """
-        self._has_received_sigterm = loops.sigterm_flag(trainer)
+        self._lightning = loops.sigterm_owner(trainer)
         self._until_seconds, self.until_step = until_seconds, until_step
 
     def end(self) -> None:
@@ -46,4 +46,4 @@ class Quiet:
 
     def lasts(self) -> bool:
         """Whether the cut that training has come to can be passed. Asked at every cut: two comparisons."""
-        return monotonic() < self._until_seconds and not self._has_received_sigterm()
+        return monotonic() < self._until_seconds and not self._lightning.received_sigterm
