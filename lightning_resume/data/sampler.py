@@ -70,6 +70,9 @@ class FastForwardSampler(Sampler[Any]):
         # `iter()` is the first draw, the first `next` the second.
         return DrawLog(self._streams, only_first=2 if draws_once(self.sampler) else None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iteration": None}  # a copy has begun none
+
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
@@ -202,8 +205,11 @@ class FastForwardSampler(Sampler[Any]):
 class Tally:
     """Counts what an iterator yields; no Python code runs for a value."""
 
-    def __init__(self) -> None:
-        self._left = repeat(True, sys.maxsize)
+    def __init__(self, count: int = 0) -> None:
+        self._left = repeat(True, sys.maxsize - count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tally, (self.count,)
 
     def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """What `iterator` yields."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -262,6 +264,21 @@ def test_a_closed_iteration_draws_nothing_more(kind: str, resumed: bool) -> None
     assert list(iterator) == []
     assert sampler.state_dict()["position"] == before["position"] == (3 if resumed else 1)
     assert RNGState.capture() == streams
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_stands_where_the_sampler_stands(copied: Any) -> None:
+    """A data set that holds its sampler may be sent to a worker process in the middle of a pass."""
+    sampler = FastForwardSampler(RandomSampler(range(NUM_ITEMS)))
+    iterator = iter(sampler)
+    use(iterator, 5)
+
+    copy_of_it = copied(sampler)
+    next(iterator)
+
+    assert (copy_of_it.num_drawn, sampler.num_drawn) == (5, 6)
+    copy_of_it.close()
+    assert len(list(iterator)) == NUM_ITEMS - 6
 
 
 @pytest.mark.parametrize("position", [-1, 4])
