@@ -45,5 +45,5 @@ class Quiet:
         self._until_seconds = 0.0
 
     def lasts(self) -> bool:
-        """Whether the cut that training has come to can be passed. Asked at every cut: two comparisons."""
+        """Whether the cut that training has come to can be passed. Asked at every cut."""
         return monotonic() < self._until_seconds and not self._lightning.received_sigterm

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
-from training import BATCH_SIZE, LOADERS, EpochSampler, Items, Scaled, Stream, seed, train
+from training import BATCH_SIZE, LOADERS, EpochSampler, Items, Scaled, Stream, Swallowing, seed, train
 
 from lightning_resume import ResumableLoader, RNGState, StateMismatchError, UnsupportedSetupError
 
@@ -244,20 +244,6 @@ class Broken(Items):
         if index == 2 * BATCH_SIZE:
             raise OSError("no such sector")
         return super().__getitem__(index)
-
-
-class Swallowing(DataLoader[Any]):
-    """A user's loader that goes on after a batch that could not be read."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        iterator = super().__iter__()
-        while True:
-            try:
-                yield next(iterator)
-            except StopIteration:
-                return
-            except OSError:
-                continue
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

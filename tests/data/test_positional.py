@@ -25,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
+from training import Swallowing
 
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.data.positional import Place, Positional, PositionalDataset, key_of, seed_streams
@@ -477,18 +478,6 @@ def test_a_loader_that_hands_out_other_batches_than_it_reads_is_refused() -> Non
 
     with pytest.raises(UnsupportedSetupError, match="has read 1 batches, or tried to, and handed out 2"):
         loader.state_dict()
-
-
-class Swallowing(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        iterator = super().__iter__()
-        while True:
-            try:
-                yield next(iterator)
-            except StopIteration:
-                return
-            except OSError:
-                continue
 
 
 class Broken(Noisy):

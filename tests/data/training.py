@@ -271,6 +271,20 @@ class Cut:
     streams: RNGState
 
 
+class Swallowing(DataLoader[Any]):
+    """A user's loader that goes on after a batch that could not be read."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iterator = super().__iter__()
+        while True:
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
+            except OSError:
+                continue
+
+
 @dataclass
 class Run:
     """What came of a run.
