@@ -1,16 +1,18 @@
 """What the callback costs while no save is due: the time of a training step with it and without it, side by side.
 
-    python -m benchmarks.idle                     about four minutes
+    python -m benchmarks.idle                     about five minutes
     python -m benchmarks.idle --quick             about a minute, noisier
     python -m benchmarks.idle --num-workers 2     batches come from worker processes, which stamp them
 
 Two processes train the same model in lock step on the same core: ten steps without the callback, ten with it, ten
 without, and so on, so that whatever else the machine does meets both alike. Each turn gives a ratio of two medians; a
-pair of processes gives the median of its turns' ratios. `ratio` is the median over all pairs; `min` and `max` are those
-of single pairs, since memory layout alone makes two equal processes differ. `control` is the same measurement with two
-processes that both lack the callback: what is seen where there is nothing to see. `empty` is the same with an empty
-`Callback()` in its place: what Lightning itself takes to ask one more callback; `model_checkpoint` with Lightning's own
-`ModelCheckpoint`, which has nothing to save before the epoch ends.
+pair of processes gives the median of its turns' ratios. Where things lie in memory alone makes a step faster or slower
+by half a percent: both processes of a pair are forked from one that lays it out for them, and each pair in turn from a
+new one. `ratio` is the median over all pairs; `min` and `max` are those of single pairs. `control` is the same
+measurement with two processes that both lack the callback: what is seen where there is nothing to see. `empty` is the
+same with an empty `Callback()` in its place: what Lightning itself takes to ask one more callback; `model_checkpoint`
+with Lightning's own `ModelCheckpoint`, which has nothing to save before the epoch ends. These are forked from the same
+processes.
 
 A step is timed from one batch's start to the next one's. Prints JSON. Exit status 1 if `ratio` is above 1.01.
 """
@@ -39,6 +41,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.new_process import in_new_process
 from lightning_resume import AtomicResumeCallback
 
 LIMIT = 1.01
@@ -144,6 +147,7 @@ def train(clock: Clock, num_layers: int, num_steps: int, num_workers: int, folde
 
 def layers_for(step_seconds: float) -> int:
     """Returns how many layers make a step of about this length here."""
+    prepare(is_pinned=True)
     num_layers = 8
     for _ in range(3):  # a step has a part that does not grow with the layers: come closer by and by
         clocks = [Clock(None, starts=True) for _ in range(3)]
@@ -151,6 +155,19 @@ def layers_for(step_seconds: float) -> int:
             train(clock, num_layers, 40, 0, None, "control")
         num_layers = max(1, round(num_layers * step_seconds / min(statistics.median(c.turns[0]) for c in clocks)))
     return num_layers
+
+
+def prepare(is_pinned: bool) -> None:
+    """Makes a new process ready to measure in.
+
+    Args:
+        is_pinned: it and its children stay on one core.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if is_pinned and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def child(connection: Connection, other: Connection, starts: bool, kind: str, *sizes: int) -> None:
@@ -183,16 +200,21 @@ def measure_pair(kind: str, first_starts: bool, *sizes: int) -> tuple[float, lis
     return statistics.median(ratios), [statistics.median(before), statistics.median(after)]
 
 
+def measure_layout(first_starts: bool, *sizes: int) -> dict[str, tuple[float, list[float]]]:
+    """Measures a pair of each kind in one process's memory layout."""
+    prepare(is_pinned=sizes[-1] == 0)
+    return {kind: measure_pair(kind, first_starts, *sizes) for kind in ("ours", *OTHERS, "control")}
+
+
 def run(num_pairs: int, num_turns: int, num_workers: int, step_seconds: float) -> dict[str, Any]:
     """Measures all pairs and returns the figures."""
-    if num_workers == 0 and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    num_layers = layers_for(step_seconds)
+    num_layers = in_new_process(layers_for, step_seconds)
     sizes = (num_layers, TURN * (num_turns + NUM_WARM_UP_TURNS) + 1, num_workers)
-    kinds: dict[str, list[tuple[float, list[float]]]] = {kind: [] for kind in ("ours", *OTHERS, "control")}
+    layouts = []
     for number in range(num_pairs):
-        for kind, results in kinds.items():
-            results.append(measure_pair(kind, number % 2 == 0, *sizes))
+        layouts.append(in_new_process(measure_layout, number % 2 == 0, *sizes))
+        print(f"layout {number + 1} of {num_pairs}: {layouts[-1]['ours'][0]:.4f}", file=sys.stderr, flush=True)
+    kinds = {kind: [layout[kind] for layout in layouts] for kind in layouts[0]}
     ratios = {kind: [ratio for ratio, _ in results] for kind, results in kinds.items()}
     pairs = kinds["ours"]
     return {
@@ -223,10 +245,7 @@ def main() -> int:
     parser.add_argument("--num-workers", type=int, default=0, help="worker processes of the loader (default: 0)")
     parser.add_argument("--step-ms", type=float, default=5.0, help="length of a step without the callback (default: 5)")
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    num_pairs, num_turns = (4, 30) if options.quick else (8, 60)
+    num_pairs, num_turns = (3, 20) if options.quick else (12, 40)
     report = run(num_pairs, num_turns, options.num_workers, options.step_ms / 1000)
     print(json.dumps(report, indent=2))
     return 0 if report["ratio"] <= LIMIT else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import platform
 import time
@@ -55,6 +56,18 @@ def _file_system(folder: Path) -> str:
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     fitting = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
     return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else "unknown"
+
+
+def settle_memory(num_bytes: int) -> None:
+    """Takes so much memory and frees it, so that whoever takes some next finds what the machine really has.
+
+    Free memory of a virtual machine goes back to its host after some seconds, and taking it anew costs several times as
+    much: it would be chance which contender pays. What was freed last is taken first.
+    """
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        block = b"\1" * mmap.PAGESIZE * 256
+        for _ in range(num_bytes // len(block)):
+            memory.write(block)
 
 
 class PeakMemory:

@@ -162,13 +162,23 @@ class Saves:
         }
 
 
-def take_turns(contenders: dict[str, Contender], folder: Path, num_rounds: int) -> dict[str, list[float]]:
-    """A B C A B C …, each with an empty folder on a disk that is at rest; seconds by name, the first round left out."""
+def take_turns(
+    contenders: dict[str, Contender], folder: Path, num_rounds: int, before: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """A B C A B C …, each with an empty folder on a disk that is at rest; seconds by name, the first round left out.
+
+    Args:
+        contenders: by name.
+        folder: for the files.
+        num_rounds: that are measured.
+        before: is called before each turn, and not measured.
+    """
     seconds: dict[str, list[float]] = {}
     for number in range(num_rounds + 1):
         for name, contender in contenders.items():
             place = folder / "turn"
             place.mkdir()
+            before()
             os.sync()
             begun = time.perf_counter()
             parts = contender(place)

@@ -1,12 +1,13 @@
 """Saving and loading beside what else there is: the hardware, torch, safetensors, Lightning.
 
-    python -m benchmarks                          1 GB and 20,000 small tensors, some ten minutes, 8 GB of memory
+    python -m benchmarks                          1 GB and 20,000 small tensors, some seven minutes, 8 GB of memory
     python -m benchmarks --quick                  a fortieth of it, under a minute: shows that it runs, and no more
     python -m benchmarks --folder /mnt/disk       where the files go; a temporary folder by default
 
-All contenders take turns (A B C A B C …) in one process, on a disk that is at rest; peak memory is taken in a process
-of its own for each. Only ratios within one run mean anything, and only where nothing else runs: a plain write waits for
-the disk, hashing waits for a core. `--json` and `--picture` write the figures to files.
+All contenders take turns (A B C A B C …) in one process, on a disk that is at rest; peak memory, and what a resume
+waits for, are taken in a process of its own for each. Only ratios within one run mean anything, and only where nothing
+else runs: a plain write waits for the disk, hashing waits for a core. `--json` and `--picture` write the figures to
+files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import functools
 import gc
 import json
 import logging
-import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -30,12 +30,15 @@ import torch
 
 from benchmarks.loads import Loads
 from benchmarks.machine import PeakMemory, facts
+from benchmarks.new_process import in_new_process
+from benchmarks.resumes import measure_resumes
 from benchmarks.saves import Raw, Saves, take_turns
 from benchmarks.states import State, adapted_state, big_state, bytes_of, resume, small_state, state_of, trained
 from benchmarks.steps import InProcess, InThread, timeline
 from lightning_resume.format.checkpoint import read_checkpoint
 from lightning_resume.format.prepared import prepare_checkpoint
 
+MAX_RESUMES = 5  # each in a process that begins for it: some seconds
 OTHERS = ("torch.save + fsync", "save_file + fsync + sha256", "Lightning", "Lightning async")
 OURS = ("ours", "ours async, 1 thread")
 
@@ -54,6 +57,7 @@ def run(options: Namespace) -> dict[str, Any]:
         take_over = functools.partial(resume, *live)
         report["big"] = measure_state(state_of(*live), folder, rounds, rest_seconds, take_over)
         del live, take_over
+        report["resume"] = measure_resumes(folder, min(rounds, MAX_RESUMES), **sizes)
         report["small"] = measure_state(small_state(500 if options.quick else 20_000), folder, rounds, rest_seconds)
         report["adapters"] = measure_adapters(folder, rounds, **sizes)
         layers = (1, 2) if options.quick else (1, 11, 46)
@@ -61,7 +65,7 @@ def run(options: Namespace) -> dict[str, Any]:
         report["planning_seconds_100k"] = seconds_to_plan(1000 if options.quick else 100_000)
         measured = OURS if options.quick else (*OTHERS, *OURS)
         report["memory"] = {name: peak_memory(name, sizes, folder) for name in measured}
-        report["memory"]["a load"] = float(_in_new_process(_peak_of_load, sizes, str(folder)))
+        report["memory"]["a load"] = in_new_process(_peak_of_load, sizes, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return report
@@ -93,7 +97,8 @@ def measure_state(
     place.mkdir()
     loads = Loads(state, place, take_over)
     result["load"] = take_turns(loads.contenders(), folder, rounds)
-    result["load"] |= take_turns(loads.cold(), folder, rounds)
+    if take_over is not None:
+        result["load"] |= take_turns(loads.cold(), folder, rounds, loads.forget)
     result["weights_read_ratio"] = loads.weights_read_ratio()
     shutil.rmtree(place)
     return result
@@ -142,28 +147,15 @@ def seconds_to_plan(num_tensors: int) -> float:
 
 def peak_memory(name: str, sizes: dict[str, int], folder: Path) -> float:
     """Peak memory of a save on top of the state, in relation to the state; measured in a new process."""
-    return float(_in_new_process(_peak, name, sizes, str(folder)))
+    return in_new_process(_peak, name, sizes, folder)
 
 
 def measure_scale(width: int, num_layers: int, folder: Path) -> dict[str, float]:
     """A save of another size, in a new process: bytes of the state, seconds, bytes of extra memory, files."""
-    result: dict[str, float] = _in_new_process(_scale, width, num_layers, str(folder))
-    return result
+    return in_new_process(_scale, width, num_layers, folder)
 
 
-def _in_new_process(measure: Callable[..., None], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=measure, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        return mine.recv()
-    finally:
-        process.join()
-
-
-def _scale(connection: Any, width: int, num_layers: int, folder: str) -> None:
+def _scale(width: int, num_layers: int, folder: Path) -> dict[str, float]:
     state, seconds = big_state(width, num_layers), []
     with tempfile.TemporaryDirectory(dir=folder) as place:
         prepare_checkpoint(Path(place) / "first", {"w": torch.ones(1)}).commit()
@@ -174,10 +166,10 @@ def _scale(connection: Any, width: int, num_layers: int, folder: str) -> None:
                 seconds.append(time.perf_counter() - begun)
                 shutil.rmtree(Path(place) / str(number))
     figures = {"num_bytes": bytes_of(state), "seconds": min(seconds), "memory_bytes": peak.num_bytes}
-    connection.send({**figures, "num_files": len(index.files) + 1})
+    return {**figures, "num_files": len(index.files) + 1}
 
 
-def _peak(connection: Any, name: str, sizes: dict[str, int], folder: str) -> None:
+def _peak(name: str, sizes: dict[str, int], folder: Path) -> float:
     warnings.filterwarnings("ignore")
     state = big_state(**sizes)
     saves = Saves(state)
@@ -187,10 +179,10 @@ def _peak(connection: Any, name: str, sizes: dict[str, int], folder: str) -> Non
         small(Path(first))  # what is loaded on first use is no matter
         with PeakMemory() as peak:
             contender(Path(second))
-    connection.send(peak.num_bytes / bytes_of(state))
+    return peak.num_bytes / bytes_of(state)
 
 
-def _peak_of_load(connection: Any, sizes: dict[str, int], folder: str) -> None:
+def _peak_of_load(sizes: dict[str, int], folder: Path) -> float:
     """Memory of a verified load into a model and its optimizer, on top of them."""
     live = trained(**sizes)
     num_bytes = bytes_of(state_of(*live))
@@ -201,7 +193,7 @@ def _peak_of_load(connection: Any, sizes: dict[str, int], folder: str) -> None:
         read_checkpoint(Path(place) / "small")  # what is loaded on first use is no matter
         with PeakMemory() as peak:
             resume(*live, read_checkpoint(Path(place) / "big"))
-    connection.send(peak.num_bytes / num_bytes)
+    return peak.num_bytes / num_bytes
 
 
 def write(report: dict[str, Any], path: Path) -> None:

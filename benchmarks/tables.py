@@ -125,6 +125,7 @@ def as_text(report: dict[str, Any]) -> str:
     for name, against in (("big", "raw O_DIRECT + fdatasync"), ("small", "torch.save + fsync")):
         lines += _table(f"{name}: {report[name]['num_bytes'] / 1e6:.0f} MB, saving", report[name]["save"], against)
         lines += _table(f"{name}: loading", report[name]["load"], "torch.load, into live tensors")
+    lines += _table("big: loading once, in a new process", report["resume"], "torch.load")
     adapters = report["adapters"]
     lines += _table(f"adapters: {adapters['num_bytes'] / 1e6:.0f} MB, saving", adapters["save"], "full save")
     lines += ["", "peak memory of a save (and of a load) / state"]
@@ -171,6 +172,13 @@ _ROWS = {
 }
 
 
+_RESUMES = {
+    "sha256 pass on 2 threads": "SHA-256 of the files on two threads, nothing else",
+    "torch.load": "`torch.load`, nothing checked",
+    "ours, verified": "this package, every byte checked",
+}
+
+
 def as_markdown(report: dict[str, Any]) -> str:
     """The tables that README shows."""
     machine, save, memory = report["machine"], report["big"]["save"], report["memory"]
@@ -190,6 +198,8 @@ def as_markdown(report: dict[str, Any]) -> str:
         lines.append(f"| {shown} | {is_durable} | {median(save, name):.2f} | {stall} | {used} |")
     lines += ["", "| ratio of medians | found | aim | |", "|---|---|---|---|"]
     lines += [f"| {p.what} | {p.found:.2f} | {p.limit:.2f} | {p.verdict} |" for p in promises(report)]
+    lines += ["", "| loading once, in a new process, as a resume does | seconds |", "|---|---|"]
+    lines += [f"| {shown} | {median(report['resume'], name):.2f} |" for name, shown in _RESUMES.items()]
     lines += [
         "",
         "| written behind training by | step / undisturbed | first update of all weights / undisturbed "

@@ -157,6 +157,13 @@ class CheckpointFiles:
             raise UnsafePathError(self.shown, name, f"it is {what}")
 
 
+def announce_reading(file: BinaryIO) -> None:
+    """Tells the system that all of a file will be read in order: it then reads twice as far ahead of us (Linux)."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # a file system that takes no advice
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
 def look_into(path: Path, look: Callable[[CheckpointFiles], T]) -> T:
     """Opens a checkpoint directory and hands it to `look`; again, if it was replaced or pruned in the middle.
 

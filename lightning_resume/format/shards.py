@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from lightning_resume.errors import CorruptCheckpointError
-from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles
-from lightning_resume.format.header import DTYPE_BYTES, Entry, read_header, read_into
+from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, announce_reading
+from lightning_resume.format.header import DTYPE_BYTES, Entry, Header, read_header, read_into
 from lightning_resume.format.index import FileEntry
 from lightning_resume.format.tensors import TORCH_DTYPES
-from lightning_resume.format.threads import beside, for_each, threads_for
+from lightning_resume.format.threads import beside, for_each, threads_to_read
 
 LARGE_BYTES = 2**20  # smaller tensors are read together
 TOGETHER_BYTES = 4 * 2**20  # of them, at most
@@ -28,7 +29,7 @@ _copy_of_parts: Any = torch.split_with_sizes_copy  # its annotation says that it
 def read_groups(
     files: CheckpointFiles, groups: Mapping[str, Mapping[str, FileEntry]], *, verify: bool
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
-    """Reads all shards of some groups, on as many threads as there are cores, up to four.
+    """Reads all shards of some groups, on one thread more than there are cores, up to five.
 
     Args:
         files: the open checkpoint.
@@ -43,13 +44,11 @@ def read_groups(
         CheckpointReadError: the operating system could not read it.
     """
     entries = {name: entry for shards in groups.values() for name, entry in shards.items()}
-    read: dict[str, dict[str, torch.Tensor]] = {}
-
-    def read_one(name: str) -> None:
-        read[name] = read_shard(files, name, entries[name], verify=verify)
-
     largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
-    for_each(largest_first, read_one, threads_for(entry.num_bytes for entry in entries.values()))
+    begun = [_begin_shard(files, name, entries[name], verify=verify) for name in largest_first]
+    num_threads = threads_to_read(entry.num_bytes for entry in entries.values())
+    for_each(begun, lambda shard: _finish_shard(files, shard), num_threads)
+    read = {shard.name: shard.tensors for shard in begun}
     return {group: _merge(files, {name: read[name] for name in shards}) for group, shards in groups.items()}
 
 
@@ -66,42 +65,79 @@ def _merge(
     return tensors, places
 
 
-def read_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool) -> dict[str, torch.Tensor]:
-    """Reads one file: plain reads into memory that is allocated for it, hashed on the way.
+class _Shard(NamedTuple):
+    """A file of which the header was read.
 
-    The file is not mapped: one that is cut short meanwhile would end the process. Each tensor has a piece of memory
-    that is aligned as torch's own are: the last bits of a product can depend on that.
+    Attributes:
+        name: of the file.
+        entry: its size and digest in the index.
+        header: where each tensor stands.
+        digest: of the header so far; None if it is not compared.
+        tensors: name → tensor; at first the large ones alone, with memory that nothing was read into.
     """
-    digest = hashlib.sha256()
-    with files.open(name) as (raw, num_bytes):
+
+    name: str
+    entry: FileEntry
+    header: Header
+    digest: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def _begin_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool) -> _Shard:
+    """Reads the header of one file, and allocates memory for its large tensors.
+
+    The thread that wants them does so for all files. An allocator like glibc's serves each other thread from a heap of
+    its own, which it gives back in part and gets again as fresh pages: loading a second time took a quarter longer.
+    Each tensor's memory is aligned as torch's own is: the last bits of a product can depend on that.
+    """
+    digest = hashlib.sha256() if verify else None
+    with _open_shard(files, name, entry) as (file, num_bytes):
+        header, text = read_header(file, num_bytes)
+        if digest is not None:
+            digest.update(text)
+        tensors = {large.name: _empty(large) for large in header.entries if large.end - large.begin >= LARGE_BYTES}
+    return _Shard(name, entry, header, digest, tensors)
+
+
+def _finish_shard(files: CheckpointFiles, shard: _Shard) -> None:
+    """Reads all tensors of a file: plain reads into their memory, hashed on the way.
+
+    The file is not mapped: one that is cut short meanwhile would end the process. It may be another one than that
+    whose header was read; the digest then is neither's.
+    """
+    with _open_shard(files, shard.name, shard.entry) as (file, _):
+        announce_reading(file)
+        file.seek(shard.header.num_bytes)
+        _read_tensors(file, shard)
+    if shard.digest is not None:
+        files.require_digest(shard.name, shard.entry, shard.digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _open_shard(files: CheckpointFiles, name: str, entry: FileEntry) -> Iterator[tuple[BinaryIO, int]]:
+    """The file and its size; what is malformed in it is a fault of the checkpoint."""
+    with files.open(name) as (file, num_bytes):
         files.require_size(name, entry, num_bytes)
         try:
-            header, text = read_header(raw, num_bytes)
-            if verify:
-                digest.update(text)
-            tensors = _read_tensors(raw, header.entries, digest if verify else None)
+            yield file, num_bytes
         except ValueError as error:
             raise CorruptCheckpointError(files.shown, name, "a whole safetensors file", str(error)) from error
-    if verify:
-        files.require_digest(name, entry, digest.hexdigest())
-    return tensors
 
 
-def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict[str, torch.Tensor]:
+def _read_tensors(file: BinaryIO, shard: _Shard) -> None:
     """All tensors of a file that stands where its data begins."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors, digest = shard.tensors, shard.digest
     block = torch.empty(0, dtype=torch.uint8, device=_CPU)
     together: list[Entry] = []
     begin = 0
-    for entry in entries:
-        is_large = entry.end - entry.begin >= LARGE_BYTES
-        if together and (is_large or entry.end - begin > TOGETHER_BYTES):
+    for entry in shard.header.entries:
+        large = tensors.get(entry.name)
+        if together and (large is not None or entry.end - begin > TOGETHER_BYTES):
             block = _read_together(file, together, block, digest, tensors)
             together = []
-        if is_large:
-            tensor = tensors[entry.name] = _empty(entry)
+        if large is not None:
             # By its address: a tensor whose memory numpy has seen can never be resized.
-            memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+            memory = (ctypes.c_ubyte * large.nbytes).from_address(large.data_ptr())
             _read_whole(file, memoryview(memory).cast("B"), digest)
         else:
             if not together:
@@ -109,7 +145,6 @@ def _read_tensors(file: BinaryIO, entries: Sequence[Entry], digest: Any) -> dict
             together.append(entry)
     if together:
         _read_together(file, together, block, digest, tensors)
-    return tensors
 
 
 def _empty(entry: Entry) -> torch.Tensor:

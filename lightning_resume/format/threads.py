@@ -20,9 +20,12 @@ def default_threads() -> int:
     return min(MAX_THREADS, cores)
 
 
-def threads_for(sizes: Iterable[int]) -> int:
-    """How many threads files of these sizes in bytes are worth."""
-    return default_threads() if sum(sizes) >= SMALL_BYTES else 1
+def threads_to_read(sizes: Iterable[int]) -> int:
+    """How many threads it takes to read and to hash files of these sizes in bytes.
+
+    One more than there are cores: each waits for the disk now and then, when nothing of its file is in memory.
+    """
+    return default_threads() + 1 if sum(sizes) >= SMALL_BYTES else 1
 
 
 def beside(threads: Sequence[threading.Thread], action: Callable[[bool], None]) -> None:

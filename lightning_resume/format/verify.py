@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_resume.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
-from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, look_into
+from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, announce_reading, look_into
 from lightning_resume.format.header import Header, read_header
 from lightning_resume.format.index import (
     INDEX_NAME,
@@ -21,7 +21,7 @@ from lightning_resume.format.index import (
 )
 from lightning_resume.format.skeleton import MAX_STATE_BYTES, references, state_from_bytes
 from lightning_resume.format.strict_json import parse_json, require_few_parts
-from lightning_resume.format.threads import for_each, threads_for
+from lightning_resume.format.threads import for_each, threads_to_read
 
 WEIGHT_MAP_NAME = "model.safetensors.index.json"
 MAX_WEIGHT_MAP_BYTES = 256 * 2**20
@@ -49,7 +49,7 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
 def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     """Reads every byte of a checkpoint and compares it with the digests; changes nothing, loads nothing.
 
-    Memory: some MB, whatever the size; as many threads as cores, up to four. Any thread or rank may call it.
+    Memory: some MB, whatever the size. One thread more than cores, up to five; any thread or rank may call it.
 
     Args:
         path: the checkpoint directory.
@@ -67,7 +67,7 @@ def verify_files(files: CheckpointFiles) -> CheckpointIndex:
     """The index of an open checkpoint all of whose bytes are right; raises as `verify_checkpoint` does."""
     index = load_index(files)
     largest_first = sorted(index.files.items(), key=lambda item: -item[1].num_bytes)
-    num_threads = threads_for(entry.num_bytes for entry in index.files.values())
+    num_threads = threads_to_read(entry.num_bytes for entry in index.files.values())
     for_each(largest_first, lambda item: files.require_digest(*item, _digest(files, item[0])), num_threads)
     require_sound_structure(files, index)
     return index
@@ -167,6 +167,7 @@ def require_sound_structure(files: CheckpointFiles, index: CheckpointIndex) -> N
 def _digest(files: CheckpointFiles, name: str) -> str:
     digest = hashlib.sha256()
     with files.open(name) as (file, num_bytes):
+        announce_reading(file)
         block = memoryview(bytearray(min(READ_BLOCK_BYTES, num_bytes + 1)))
         while count := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:count])

@@ -31,7 +31,7 @@ def read_file(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], data:
     files = CheckpointFiles(path, path)
     try:
         entry = FileEntry(len(content), hashlib.sha256(content).hexdigest())
-        return shards.read_shard(files, "model.safetensors", entry, verify=True)
+        return shards.read_groups(files, {"model": {"model.safetensors": entry}}, verify=True)["model"][0]
     finally:
         files.close()
 
@@ -194,3 +194,48 @@ def test_what_was_read_can_be_resized(num_items: int, tmp_path: Path) -> None:
     weight = read_checkpoint(tmp_path / "ck")["state_dict"]["weight"]
 
     assert weight.resize_(2 * num_items).numel() == 2 * num_items
+
+
+def test_a_file_that_is_replaced_behind_its_header_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """Headers are read first; neither file's digest fits the header of one and the data of the other."""
+    old, new = (build_header([(name, "F32", (2**18,))], {}) + bytes(2**20) for name in "ab")
+    real = shards.for_each
+
+    def replace_first(*arguments: Any) -> None:
+        (tmp_path / "model.safetensors").write_bytes(new)
+        real(*arguments)
+
+    monkeypatch.setattr(shards, "for_each", replace_first)
+    for content in (old, new):
+        (tmp_path / "model.safetensors").write_bytes(old)
+        files = CheckpointFiles(tmp_path, tmp_path)
+        entry = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+        try:
+            if content is old:  # the data is the same: what was read is what the digest vouches for
+                read = shards.read_groups(files, {"model": {"model.safetensors": entry}}, verify=True)
+                assert list(read["model"][0]) == ["a"]
+            else:
+                with pytest.raises(CorruptCheckpointError, match="sha256"):
+                    shards.read_groups(files, {"model": {"model.safetensors": entry}}, verify=True)
+        finally:
+            files.close()
+
+
+def test_large_tensors_are_allocated_by_the_thread_that_wants_them(tmp_path: Path, monkeypatch: Any) -> None:
+    """Other threads' heaps give memory back and take it again, which takes long."""
+    write_checkpoint(
+        tmp_path / "ck", {"state_dict": {str(n): torch.full((2**19,), float(n)) for n in range(4)}}, max_shard_bytes=1
+    )
+    real, threads = shards._empty, set()
+
+    def empty(entry: Any) -> torch.Tensor:
+        threads.add(threading.current_thread())
+        return real(entry)
+
+    monkeypatch.setattr(shards, "_empty", empty)
+    monkeypatch.setattr(shards, "threads_to_read", lambda sizes: 3)
+
+    read = read_checkpoint(tmp_path / "ck")["state_dict"]
+
+    assert threads == {threading.current_thread()}
+    assert all(torch.equal(read[str(n)], torch.full((2**19,), float(n))) for n in range(4))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_resume.format.threads import default_threads, for_each, threads_for
+from lightning_resume.format.threads import default_threads, for_each, threads_to_read
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 50])
@@ -77,8 +77,8 @@ def test_threads_are_as_many_as_cores_up_to_four(monkeypatch: Any) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
 
         assert default_threads() == expected
-        assert threads_for([2**20] * 100) == expected
-        assert threads_for([10, 20]) == 1
+        assert threads_to_read([2**20] * 100) == expected + 1
+        assert threads_to_read([10, 20]) == 1
 
 
 def test_where_cores_cannot_be_asked_for_the_machines_are_counted(monkeypatch: Any) -> None:
