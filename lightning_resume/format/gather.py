@@ -92,8 +92,7 @@ def copy_files(
                     break
         _move(pieces, move)
 
-    def copy_run(place: tuple[int, Run, int]) -> None:
-        number, run, to = place
+    def copy_run(number: int, run: Run, to: int) -> None:
         run.look()
         if not is_equal[number] or not run.is_at(to):
             is_equal[number] = False
@@ -105,11 +104,14 @@ def copy_files(
     for number, layout in enumerate(layouts):
         copy((number, layout.small), copy_small)
         large += ((number, bundle) for bundle in _bundles(layout.large))
+    for number, layout in enumerate(layouts):
+        for (
+            run,
+            to,
+        ) in layout.runs:  # by this thread alone: half of it is python's, and threads would wait for each other
+            copy_run(number, run, to)
     is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
-    num_threads = default_threads() if is_much else 1
-    runs = [(number, run, to) for number, layout in enumerate(layouts) for run, to in layout.runs]
-    for_each(runs, copy_run, num_threads)
-    for_each(large, copy, num_threads)
+    for_each(large, copy, default_threads() if is_much else 1)
     return is_equal
 
 
