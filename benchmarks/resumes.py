@@ -15,7 +15,7 @@ import torch
 from benchmarks.loads import hash_files
 from benchmarks.machine import settle_memory
 from benchmarks.new_process import in_new_process
-from benchmarks.states import bytes_of, resume, state_of, trained, transformer
+from benchmarks.states import resume, state_of, trained, transformer
 from lightning_resume.format.checkpoint import read_checkpoint, write_checkpoint
 
 HASHING, THEIRS, OURS = "sha256 pass on 2 threads", "torch.load", "ours, verified"
@@ -28,13 +28,11 @@ def measure_resumes(folder: Path, rounds: int, width: int, num_layers: int) -> d
     state = state_of(*trained(width, num_layers))
     torch.save(state, place / "state.pt")
     write_checkpoint(place / "ours", state)
-    num_bytes = bytes_of(state)
     del state
     hash_files((place / "ours").iterdir())  # they were written past the page cache
     seconds: dict[str, list[float]] = {name: [] for name in (HASHING, THEIRS, OURS)}
     for _ in range(rounds):
         for name, values in seconds.items():
-            settle_memory(4 * num_bytes)
             values.append(in_new_process(_load_once, name, place, width, num_layers))
     shutil.rmtree(place)
     return seconds
@@ -43,6 +41,7 @@ def measure_resumes(folder: Path, rounds: int, width: int, num_layers: int) -> d
 def _load_once(name: str, folder: Path, width: int, num_layers: int) -> float:
     model = transformer(width, num_layers)
     optimizer = torch.optim.AdamW(model.parameters())
+    settle_memory(12 * sum(parameter.nbytes for parameter in model.parameters()))  # four times what is loaded
     begun = time.perf_counter()
     if name == HASHING:
         hash_files((folder / "ours").iterdir())

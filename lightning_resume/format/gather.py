@@ -103,13 +103,9 @@ def copy_files(
     large: list[tuple[int, list[Piece]]] = []
     for number, layout in enumerate(layouts):
         copy((number, layout.small), copy_small)
-        large += ((number, bundle) for bundle in _bundles(layout.large))
-    for number, layout in enumerate(layouts):
-        for (
-            run,
-            to,
-        ) in layout.runs:  # by this thread alone: half of it is python's, and threads would wait for each other
+        for run, to in layout.runs:  # not by several threads either: half of it is python's
             copy_run(number, run, to)
+        large += ((number, bundle) for bundle in _bundles(layout.large))
     is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
     for_each(large, copy, default_threads() if is_much else 1)
     return is_equal

@@ -102,8 +102,8 @@ def _begin_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify:
 def _finish_shard(files: CheckpointFiles, shard: _Shard) -> None:
     """Reads all tensors of a file: plain reads into their memory, hashed on the way.
 
-    The file is not mapped: one that is cut short meanwhile would end the process. It may be another one than that
-    whose header was read; the digest then is neither's.
+    The file is not mapped: one that is cut short meanwhile would end the process. Where it is another one than that
+    whose header was read, with other data, the digest is neither's.
     """
     with _open_shard(files, shard.name, shard.entry) as (file, _):
         announce_reading(file)
