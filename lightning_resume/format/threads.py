@@ -82,5 +82,8 @@ def for_each(items: Iterable[T], action: Callable[[T], None], num_threads: int) 
 
     count = min(num_threads, len(pending)) - 1
     beside([threading.Thread(target=work) for _ in range(count)], lambda _: work())
-    if failures:
-        raise failures[0]
+    try:
+        if failures:
+            raise failures[0]
+    finally:  # its traceback leads here: as a circle, it would keep all that the actions hold until it is collected
+        failures.clear()

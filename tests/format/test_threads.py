@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -47,6 +50,30 @@ def test_a_failure_stops_the_others_and_is_raised(num_threads: int) -> None:
 
     assert len(begun) < 10_000
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_failure_lets_go_of_what_the_actions_hold(num_threads: int) -> None:
+    """At once, when the error is dealt with: a refused load of some GB must not wait for the collector of cycles."""
+
+    class Memory:
+        pass
+
+    def fail() -> weakref.ref[Memory]:
+        memory = Memory()
+
+        def act(number: int, held: Memory = memory) -> None:
+            raise OSError(28, f"full at {number}")
+
+        with contextlib.suppress(OSError):
+            for_each(range(9), act, num_threads)
+        return weakref.ref(memory)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_waits_for_the_threads() -> None:
