@@ -15,7 +15,7 @@ import torch
 
 from lightning_resume.errors import CorruptCheckpointError
 from lightning_resume.format.contained import READ_BLOCK_BYTES, CheckpointFiles, announce_reading
-from lightning_resume.format.header import DTYPE_BYTES, Entry, Header, read_header, read_into
+from lightning_resume.format.header import DTYPE_BYTES, Entry, read_exactly, read_header, read_into
 from lightning_resume.format.index import FileEntry
 from lightning_resume.format.tensors import TORCH_DTYPES
 from lightning_resume.format.threads import beside, for_each, threads_to_read
@@ -45,9 +45,9 @@ def read_groups(
     """
     entries = {name: entry for shards in groups.values() for name, entry in shards.items()}
     largest_first = sorted(entries, key=lambda name: -entries[name].num_bytes)
-    begun = [_begin_shard(files, name, entries[name], verify=verify) for name in largest_first]
+    begun = [_begin_shard(files, name, entries[name]) for name in largest_first]
     num_threads = threads_to_read(entry.num_bytes for entry in entries.values())
-    for_each(begun, lambda shard: _finish_shard(files, shard), num_threads)
+    for_each(begun, lambda shard: _finish_shard(files, shard, verify=verify), num_threads)
     read = {shard.name: shard.tensors for shard in begun}
     return {group: _merge(files, {name: read[name] for name in shards}) for group, shards in groups.items()}
 
@@ -71,46 +71,47 @@ class _Shard(NamedTuple):
     Attributes:
         name: of the file.
         entry: its size and digest in the index.
-        header: where each tensor stands.
-        digest: of the header so far; None if it is not compared.
+        text: what was read as the header.
+        entries: where each tensor stands, in order.
         tensors: name → tensor; at first the large ones alone, with memory that nothing was read into.
     """
 
     name: str
     entry: FileEntry
-    header: Header
-    digest: Any
+    text: bytes
+    entries: Sequence[Entry]
     tensors: dict[str, torch.Tensor]
 
 
-def _begin_shard(files: CheckpointFiles, name: str, entry: FileEntry, *, verify: bool) -> _Shard:
+def _begin_shard(files: CheckpointFiles, name: str, entry: FileEntry) -> _Shard:
     """Reads the header of one file, and allocates memory for its large tensors.
 
     The thread that wants them does so for all files. An allocator like glibc's serves each other thread from a heap of
     its own, which it gives back in part and gets again as fresh pages: loading a second time took a quarter longer.
     Each tensor's memory is aligned as torch's own is: the last bits of a product can depend on that.
     """
-    digest = hashlib.sha256() if verify else None
     with _open_shard(files, name, entry) as (file, num_bytes):
         header, text = read_header(file, num_bytes)
-        if digest is not None:
-            digest.update(text)
         tensors = {large.name: _empty(large) for large in header.entries if large.end - large.begin >= LARGE_BYTES}
-    return _Shard(name, entry, header, digest, tensors)
+    return _Shard(name, entry, text, header.entries, tensors)
 
 
-def _finish_shard(files: CheckpointFiles, shard: _Shard) -> None:
+def _finish_shard(files: CheckpointFiles, shard: _Shard, *, verify: bool) -> None:
     """Reads all tensors of a file: plain reads into their memory, hashed on the way.
 
-    The file is not mapped: one that is cut short meanwhile would end the process. Where it is another one than that
-    whose header was read, with other data, the digest is neither's.
+    The file is not mapped: one that is cut short meanwhile would end the process. It may be another one than that
+    whose header was read, and without digests nothing else would tell: the header is compared.
     """
     with _open_shard(files, shard.name, shard.entry) as (file, _):
         announce_reading(file)
-        file.seek(shard.header.num_bytes)
-        _read_tensors(file, shard)
-    if shard.digest is not None:
-        files.require_digest(shard.name, shard.entry, shard.digest.hexdigest())
+        if read_exactly(file, len(shard.text)) != shard.text:
+            raise ValueError("another header than a moment before: the file was replaced")
+        digest = hashlib.sha256() if verify else None
+        if digest is not None:
+            digest.update(shard.text)
+        _read_tensors(file, shard, digest)
+    if digest is not None:
+        files.require_digest(shard.name, shard.entry, digest.hexdigest())
 
 
 @contextlib.contextmanager
@@ -124,13 +125,13 @@ def _open_shard(files: CheckpointFiles, name: str, entry: FileEntry) -> Iterator
             raise CorruptCheckpointError(files.shown, name, "a whole safetensors file", str(error)) from error
 
 
-def _read_tensors(file: BinaryIO, shard: _Shard) -> None:
+def _read_tensors(file: BinaryIO, shard: _Shard, digest: Any) -> None:
     """All tensors of a file that stands where its data begins."""
-    tensors, digest = shard.tensors, shard.digest
+    tensors = shard.tensors
     block = torch.empty(0, dtype=torch.uint8, device=_CPU)
     together: list[Entry] = []
     begin = 0
-    for entry in shard.header.entries:
+    for entry in shard.entries:
         large = tensors.get(entry.name)
         if together and (large is not None or entry.end - begin > TOGETHER_BYTES):
             block = _read_together(file, together, block, digest, tensors)
