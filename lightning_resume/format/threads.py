@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -39,9 +38,11 @@ def beside(threads: Sequence[threading.Thread], action: Callable[[bool], None]) 
     started: list[threading.Thread] = []
     try:
         for thread in threads:
-            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
+            started.append(thread)  # before: an interrupt may come when it runs, and `start` has not returned
+            try:
                 thread.start()
-                started.append(thread)
+            except RuntimeError:  # no more threads, or the interpreter is shutting down
+                started.remove(thread)
         action(len(started) == len(threads))
     finally:
         for thread in started:

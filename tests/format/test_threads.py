@@ -98,6 +98,28 @@ def test_an_interrupt_waits_for_the_threads() -> None:
     assert set(threading.enumerate()) <= before
 
 
+def test_an_interrupt_in_a_threads_start_waits_for_it(monkeypatch: Any) -> None:
+    """It runs, although the call that started it did not return."""
+    real = threading.Thread.start
+    finished: list[int] = []
+    before = set(threading.enumerate())
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    def act(number: int) -> None:
+        threading.Event().wait(0.05)
+        finished.append(number)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        for_each(range(3), act, 2)
+
+    assert finished == [0, 1, 2]
+    assert set(threading.enumerate()) <= before
+
+
 def test_threads_are_as_many_as_cores_up_to_four(monkeypatch: Any) -> None:
     """Of those that this process may use; for little data there are none."""
     for cores, expected in ((1, 1), (2, 2), (64, 4)):
