@@ -192,8 +192,14 @@ def measure_pair(kind: str, first_starts: bool, *sizes: int) -> tuple[float, lis
         arguments = (theirs, other, starts, what, *sizes)
         process = context.Process(target=child, args=arguments)
         process.start()
+        theirs.close()  # so that its death is seen
         sides.append((process, mine))
-    before, after = ([statistics.median(turn) for turn in mine.recv()[NUM_WARM_UP_TURNS:]] for _, mine in sides)
+    try:
+        before, after = ([statistics.median(turn) for turn in mine.recv()[NUM_WARM_UP_TURNS:]] for _, mine in sides)
+    except EOFError:
+        for process, _ in sides:
+            process.terminate()  # without the other one it would wait for its turn for ever
+        raise
     for process, _ in sides:
         process.join()
     ratios = [new / old for old, new in zip(before, after, strict=False)]

@@ -6,6 +6,7 @@ find and to clear each page. In a process that loads again and again (`loads`), 
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def measure_resumes(folder: Path, rounds: int, width: int, num_layers: int) -> d
     torch.save(state, place / "state.pt")
     write_checkpoint(place / "ours", state)
     del state
+    os.sync()
     hash_files((place / "ours").iterdir())  # they were written past the page cache
     seconds: dict[str, list[float]] = {name: [] for name in (HASHING, THEIRS, OURS)}
     for _ in range(rounds):

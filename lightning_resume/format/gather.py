@@ -22,6 +22,8 @@ Part = Union[bytes, Blob, Run]  # noqa: UP007 (evaluated when the module is load
 PIECE_BYTES = 8 * 2**20  # what a thread copies at a time
 LARGE_BYTES = 2**18  # smaller pieces are left to one thread: several python threads over them are slower
 SHARED_BYTES = 32 * 2**20  # less than this is not worth a thread
+# Of runs whose tensors are smaller than this on average most of the work is python's, and threads take turns at it.
+SHARED_TENSOR_BYTES = 2**12
 
 # Copied as integers of the same size: not every kernel knows these, and one might tidy up a bool that is neither 0
 # nor 1.
@@ -92,7 +94,8 @@ def copy_files(
                     break
         _move(pieces, move)
 
-    def copy_run(number: int, run: Run, to: int) -> None:
+    def copy_run(place: tuple[int, Run, int]) -> None:
+        number, run, to = place
         run.look()
         if not is_equal[number] or not run.is_at(to):
             is_equal[number] = False
@@ -103,11 +106,13 @@ def copy_files(
     large: list[tuple[int, list[Piece]]] = []
     for number, layout in enumerate(layouts):
         copy((number, layout.small), copy_small)
-        for run, to in layout.runs:  # not by several threads either: half of it is python's
-            copy_run(number, run, to)
         large += ((number, bundle) for bundle in _bundles(layout.large))
     is_much = sum(memory.numel() for _, memory in files) >= SHARED_BYTES
-    for_each(large, copy, default_threads() if is_much else 1)
+    num_threads = default_threads() if is_much else 1
+    runs = [(number, run, to) for number, layout in enumerate(layouts) for run, to in layout.runs]
+    num_bytes, num_tensors = sum(run.num_bytes for _, run, _ in runs), sum(len(run.tensors) for _, run, _ in runs)
+    for_each(runs, copy_run, num_threads if num_bytes >= SHARED_TENSOR_BYTES * num_tensors else 1)
+    for_each(large, copy, num_threads)
     return is_equal
 
 

@@ -87,7 +87,7 @@ def _begin_shard(files: CheckpointFiles, name: str, entry: FileEntry) -> _Shard:
     """Reads the header of one file, and allocates memory for its large tensors.
 
     The thread that wants them does so for all files. An allocator like glibc's serves each other thread from a heap of
-    its own, which it gives back in part and gets again as fresh pages: loading a second time took a quarter longer.
+    its own, which it gives back in part and gets again as fresh pages: another load could take a third longer.
     Each tensor's memory is aligned as torch's own is: the last bits of a product can depend on that.
     """
     with _open_shard(files, name, entry) as (file, num_bytes):

@@ -61,7 +61,7 @@ def test_an_image_gives_the_same_files_as_the_state_itself(threads: int, tmp_pat
     monkeypatch.setattr(registry, "BY_TYPE", {})
     monkeypatch.setattr(registry, "BY_NAME", {})
     monkeypatch.setattr(gather, "default_threads", lambda: threads)
-    for name in ("LARGE_BYTES", "SHARED_BYTES", "PIECE_BYTES"):
+    for name in ("LARGE_BYTES", "SHARED_BYTES", "SHARED_TENSOR_BYTES", "PIECE_BYTES"):
         monkeypatch.setattr(gather, name, 8)
     register_type(Point, name="frozen.Point")
     floats = torch.tensor([0x7FC00001, 0x7F800001, 0xFFC00000, 0x80000000], dtype=torch.uint32).view(torch.float32)
