@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -37,12 +36,11 @@ class Loads:
         self.live = dict(tensors_of(state))
         torch.save(state, folder / "state.pt")
         save_file({name: tensor.contiguous() for name, tensor in self.live.items()}, folder / "state.safetensors")
-        self.index = write_checkpoint(folder / "ours", state)
-        self.resident = np.ones(max(tensor.nbytes for tensor in self.live.values()), np.uint8)
+        write_checkpoint(folder / "ours", state)
 
     def files(self) -> list[Path]:
         """Every file of ours."""
-        return [path for path in (self.folder / "ours").iterdir()]
+        return list((self.folder / "ours").iterdir())
 
     def torch_load(self, folder: Path) -> None:
         self.take_over(torch.load(self.folder / "state.pt", weights_only=True))
@@ -70,7 +68,7 @@ class Loads:
         }
 
     def cold(self) -> dict[str, Callable[[Path], None]]:
-        """The same two, for turns that begin with `forget`."""
+        """Two of them, for turns that begin with `forget`."""
         return {"raw read, cold": self.raw_read, "ours, cold": self.ours}
 
     def forget(self) -> None:

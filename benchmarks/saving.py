@@ -1,6 +1,6 @@
 """Saving and loading beside what else there is: the hardware, torch, safetensors, Lightning.
 
-    python -m benchmarks                          1 GB and 20,000 small tensors, some seven minutes, 8 GB of memory
+    python -m benchmarks                          1 GB and 20,000 small tensors, under ten minutes, 8 GB of memory
     python -m benchmarks --quick                  a fortieth of it, under a minute: shows that it runs, and no more
     python -m benchmarks --folder /mnt/disk       where the files go; a temporary folder by default
 
