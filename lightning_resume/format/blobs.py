@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -84,6 +84,11 @@ class BlobStore:
         self.groups: dict[str, list[Blob]] = {}
         self._model_key = model_key
         self._known: dict[Hashable, Blob] = {}
+
+    @property
+    def identities(self) -> Collection[Hashable]:
+        """Of all data that was met."""
+        return self._known.keys()
 
     def refer(
         self,

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_resume.errors import UnsupportedStateError
-from lightning_resume.format.blobs import BlobStore
+from lightning_resume.format.blobs import Blob, BlobStore
 from lightning_resume.format.codecs import is_plain_text
 from lightning_resume.format.planned import PlannedFile, plan_group
 from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.registry import find_encoder
+from lightning_resume.format.runs import DifferentError
 from lightning_resume.format.skeleton import state_to_bytes
 from lightning_resume.format.tree import EncodeWalk
 
@@ -49,30 +50,54 @@ def encode_files(
     """
     if rank_states and RANK_STATE_KEY in state:
         raise UnsupportedStateError(RANK_STATE_KEY, "the key is where a rank's own state will be", "Rename it.")
-    found = plans.find(layout, state, find_encoder) if plans is not None else None
+    groups = {layout.model_key: "model", layout.optimizer_key: "optimizer"}
+    planned = {key: state[key] for key in groups if key in state}
+    found = _encode_by_plan(state, planned, layout, plans) if plans is not None else None
     if found is not None:
         text, files = found
         texts = [PlannedFile.of("state.json", [text])]
     else:
-        groups = {layout.model_key: "model", layout.optimizer_key: "optimizer"}
         nodes, store = _encode_state(state, groups, "state", layout.model_key)
-        files = _plan(store, layout)
-        if layout.model_key in state and "model" not in store.groups:
-            files += plan_group("model", [], layout.max_shard_bytes)
+        data = {group: store.groups.pop(group) for group in groups.values() if group in store.groups}
+        if layout.model_key in state:
+            data.setdefault("model", [])  # also a model without tensors has a file
+        of_planned = _plan(data, layout)
+        files = of_planned + _plan(store.groups, layout)
         texts = [_text("state.json", state, nodes)]
         if plans is not None:
-            plans.keep(layout, state, nodes, store, files)
+            blobs = [blob for group in data.values() for blob in group]
+            plans.keep(layout, planned, {key: nodes[key] for key in planned}, blobs, of_planned)
     for rank, rank_state in enumerate(rank_states):
         group = f"rank-{rank:05d}"
         nodes, store = _encode_state(rank_state, {}, group, None)
-        files += _plan(store, layout)
+        files += _plan(store.groups, layout)
         texts.append(_text(f"{group}.json", rank_state, nodes))
     return files + texts
 
 
-def _plan(store: BlobStore, layout: Layout) -> list[PlannedFile]:
+def _encode_by_plan(
+    state: Mapping[str, Any], planned: Mapping[str, Any], layout: Layout, plans: PlanCache
+) -> tuple[bytes, list[PlannedFile]] | None:
+    """The text of the skeleton and the files of a state, if there is a plan for what is planned of it."""
+    found = plans.find(layout, planned, find_encoder)
+    if found is None:
+        return None
+    plan, files = found
+    rest = {key: value for key, value in state.items() if key not in planned}
+    nodes, store = _encode_state(rest, {}, "state", None)
+    nodes = {key: plan.nodes[key] if key in planned else nodes[key] for key in state}
+    try:
+        plan.note_beside(store)
+        text = plan.text(nodes)
+    except DifferentError:
+        plans.reject()
+        return None
+    return text, files + _plan(store.groups, layout)
+
+
+def _plan(groups: Mapping[str, Sequence[Blob]], layout: Layout) -> list[PlannedFile]:
     files: list[PlannedFile] = []
-    for group, blobs in store.groups.items():
+    for group, blobs in groups.items():
         files += plan_group(group, blobs, layout.max_shard_bytes, layout.frozen if group == "model" else ())
     return files
 

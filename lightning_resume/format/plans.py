@@ -1,8 +1,11 @@
 """A plan that is kept between saves: what 10^4 tensors are called and where they go does not change from step to step.
 
-The state of the next save is walked beside that of the last one. As long as every container has the same type and keys
-and every tensor the same type, dtype, shape, strides and flags, the plan is taken again, with the new tensors in it;
-numbers and texts are encoded anew. At the first difference the state is encoded from the start.
+The model and the optimizers of the next save are walked beside those of the last one. As long as every container has
+the same type and keys and every tensor the same type, dtype, shape, strides and flags, the plan is taken again, with
+the new tensors in it; numbers and texts are encoded anew. At the first difference the state is encoded from the start.
+
+All else that a state has is small, and changes from save to save: losses, names of checkpoints, places in loops. It is
+encoded each time, and has files of its own.
 
 The tensors are only collected here. They are looked at when they are copied (see `runs`), and a difference that is
 found then leads to the same.
@@ -11,10 +14,12 @@ found then leads to the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
+
+import torch
 
 from lightning_resume.errors import UnsupportedStateError
 from lightning_resume.format import blocks
@@ -27,9 +32,10 @@ from lightning_resume.format.structure import TENSORS, Container, Leaf
 from lightning_resume.format.tensors import bytes_in_place
 from lightning_resume.format.tree import FindEncoder
 
-MIN_TENSORS = 500  # fewer are encoded in 2 ms
+MIN_TENSORS = 100  # fewer are encoded in 2 ms, with nothing in the processor's cache
 MAX_MISSES = 3  # one behind the other: a state that is never the same costs no more than these
 
+Planned = Sequence[PlannedFile]
 _MARK = re.compile(rb'\{"\$":([0-9]+)\}')  # no tag is a number, and the quotes of a text are escaped
 
 
@@ -43,18 +49,18 @@ class PlanCache:
     def __init__(self) -> None:
         """Knows no plan yet."""
         self.version = 0
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._num_misses = 0
         self._is_missed = self._is_again = False
 
     def find(
         self, key: object, state: Mapping[str, Any], find_encoder: FindEncoder
-    ) -> tuple[bytes, list[PlannedFile]] | None:
-        """The text of the skeleton and the files of a state, if it is built as the last one was.
+    ) -> tuple[Plan, list[PlannedFile]] | None:
+        """The plan with a state in it, and the files of that, if it is built as the last one was.
 
         Args:
             key: whatever else the plan depends on.
-            state: the state.
+            state: top-level key → what is planned.
             find_encoder: the encoder of a type.
         """
         self.version += 1
@@ -63,22 +69,29 @@ class PlanCache:
         if plan is None or plan.key != key:
             return None
         try:
-            found = plan.fill(state, find_encoder)
+            files = plan.fill(state, find_encoder)
         except (DifferentError, UnsupportedStateError, AttributeError, RuntimeError):
             self._miss()  # what is wrong with the state, if anything, is told by encoding it
             return None
         self._plan = plan
-        return found
+        return plan, files
 
     def keep(
-        self, key: object, state: Mapping[str, Any], nodes: dict[str, Any], store: BlobStore, files: list[PlannedFile]
+        self, key: object, state: Mapping[str, Any], nodes: dict[str, Any], blobs: Sequence[Blob], files: Planned
     ) -> None:
-        """Keeps what a state was encoded to, where the next one may profit from it. The nodes are the plan's then."""
-        blobs = {id(blob.nodes[0]): blob for group in store.groups.values() for blob in group}
+        """Keeps what a state was encoded to, where the next one may profit from it. The nodes are the plan's then.
+
+        Args:
+            key: whatever else the plan depends on.
+            state: top-level key → what is planned.
+            nodes: top-level key → what that was encoded to.
+            blobs: all data in it.
+            files: where that goes.
+        """
         if len(blobs) < MIN_TENSORS or self._num_misses >= MAX_MISSES:
             return
         try:
-            self._plan = _Plan(key, state, nodes, blobs, files)
+            self._plan = Plan(key, state, nodes, blobs, files)
         except (DifferentError, RuntimeError):
             self._miss()
 
@@ -91,10 +104,14 @@ class PlanCache:
         if self._plan is not None:
             self._plan.require_distinct()
 
-    def drop(self) -> None:
-        """The state that was prepared last does not fit after all: what comes next is the same state again."""
+    def reject(self) -> None:
+        """The state for which a plan was found does not fit after all, and is encoded from the start."""
         self._plan = None
         self._miss()
+
+    def drop(self) -> None:
+        """The state that was prepared last does not fit after all: what is prepared next is the same state again."""
+        self.reject()
         self._is_again = True
 
     def _miss(self) -> None:
@@ -109,15 +126,19 @@ class PlanCache:
                 self._num_misses = 0
 
 
-class _Plan:
-    """Structure, skeleton and files of a state.
+class Plan:
+    """Structure, skeleton and files of the model and the optimizers of a state.
 
     Args:
         key: whatever else they depend on.
         state: what was encoded.
         nodes: what it was encoded to.
-        blobs: id of the node → its data.
+        blobs: all data in it.
         files: where the data goes.
+
+    Attributes:
+        key: as given.
+        nodes: top-level key → what the state that was filled in is encoded to, in short: see `text`.
 
     Raises:
         DifferentError: not all of the data is of plain tensors, each in one place.
@@ -128,13 +149,13 @@ class _Plan:
         key: object,
         state: Mapping[str, Any],
         nodes: dict[str, Any],
-        blobs: Mapping[int, Blob],
-        files: list[PlannedFile],
+        blobs: Sequence[Blob],
+        files: Planned,
     ) -> None:
-        self.key, self._nodes = key, nodes
+        self.key, self.nodes = key, nodes
         self._tensors: list[Blob] = []
         self._others: list[Blob] = []
-        self._by_node = blobs
+        self._by_node = {id(blob.nodes[0]): blob for blob in blobs}
         if TAG in nodes:  # would be taken for that of a node
             raise DifferentError
         self._top = Container(dict(state), nodes, self)
@@ -142,9 +163,11 @@ class _Plan:
             raise DifferentError
         self._num_tensors = len(self._tensors)
         self._places: set[int] | None = None  # of the state that was filled in last
+        self._places_beside: set[int] = set()
+        self._identities: set[Hashable] = set()  # of its data that is in no tensor
         self._by_node = {}
         positions = {id(blob): position for position, blob in enumerate(self._tensors)}
-        self._files = [(replace(file, parts=[]), _parts(file.parts, positions)) for file in files]
+        self._planned = [(replace(file, parts=[]), _parts(file.parts, positions)) for file in files]
         self._texts: list[bytes] = []
         self._top.shorten(self._texts)
 
@@ -164,8 +187,8 @@ class _Plan:
             self._others.append(blob)
         return blob
 
-    def fill(self, state: Mapping[str, Any], find_encoder: FindEncoder) -> tuple[bytes, list[PlannedFile]]:
-        """The text and the files of another state.
+    def fill(self, state: Mapping[str, Any], find_encoder: FindEncoder) -> list[PlannedFile]:
+        """The files of another state.
 
         Raises:
             DifferentError: it is not built the same.
@@ -176,9 +199,8 @@ class _Plan:
         if not set(map(type, tensors)) <= TENSORS:
             raise DifferentError
         places: set[int] = set()
-        self._places = places
         files = []
-        for file, planned in self._files:
+        for file, planned in self._planned:
             parts: list[Part] = []
             for part, take in planned:
                 if isinstance(part, Row):
@@ -186,12 +208,25 @@ class _Plan:
                 else:
                     parts.append(part)
             files.append(replace(file, parts=parts))
-        with_data = [id(value) for leaf, value in leaves if leaf.blob is not None]
-        if len(set(with_data)) != len(with_data):  # one array or list under two names
+        identities = [found for leaf, value in leaves for found in leaf.fill(value, find_encoder)]
+        self._identities = set(identities)
+        if len(self._identities) != len(identities):  # one array or list under two names
             raise DifferentError
-        for leaf, value in leaves:
-            leaf.fill(value, find_encoder)
-        return self._text(), files
+        self._places, self._places_beside = places, set()
+        return files
+
+    def note_beside(self, store: BlobStore) -> None:
+        """Takes note of the data of the rest of the state: what both have is written once, under one name.
+
+        Raises:
+            DifferentError: there is such, found without looking at the tensors of the plan.
+        """
+        if not self._identities.isdisjoint(store.identities):
+            raise DifferentError
+        owners = [blob.owner for group in store.groups.values() for blob in group]
+        self._places_beside = {
+            owner.data_ptr() for owner in owners if isinstance(owner, torch.Tensor) and owner.numel()
+        }
 
     @property
     def is_filled(self) -> bool:
@@ -199,13 +234,23 @@ class _Plan:
         return self._places is not None
 
     def require_distinct(self) -> None:
-        """Raises `DifferentError` if not every tensor that was looked at has memory of its own."""
-        if self._places is not None and len(self._places) != self._num_tensors:
+        """Raises `DifferentError` if not every tensor that was looked at has memory of its own, in all of the state."""
+        if self._places is None:
+            return
+        if len(self._places) != self._num_tensors or not self._places.isdisjoint(self._places_beside):
             raise DifferentError
 
-    def _text(self) -> bytes:
+    def text(self, nodes: Mapping[str, Any]) -> bytes:
+        """The text of a skeleton that has the plan's nodes in it.
+
+        Args:
+            nodes: top-level key → node, of the whole state.
+
+        Raises:
+            DifferentError: it is too long, if the state is the same.
+        """
         try:
-            text = _MARK.sub(lambda mark: self._texts[int(mark[1])], state_to_bytes(self._nodes))
+            text = _MARK.sub(lambda mark: self._texts[int(mark[1])], state_to_bytes(nodes))
         except ValueError as error:
             raise DifferentError from error
         if len(text) > MAX_STATE_BYTES:

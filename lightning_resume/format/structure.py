@@ -6,6 +6,7 @@ Numbers and texts that changed are encoded anew; a tensor is only collected here
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +47,8 @@ class Leaf:
         """Whether its node is the same for every state that fits."""
         return self.blob is not None
 
-    def fill(self, value: Any, find_encoder: FindEncoder) -> None:
-        """Encodes the value's successor; with data it has to differ in nothing but that."""
+    def fill(self, value: Any, find_encoder: FindEncoder) -> Collection[Hashable]:
+        """Encodes the value's successor; with data it has to differ in nothing but that. Returns what identifies it."""
         if type(value) in TENSORS or (type(value) in _CONTAINERS and self.blob is None):
             raise DifferentError
         store = BlobStore()
@@ -58,7 +59,7 @@ class Leaf:
                 raise DifferentError
             self.holder[self.index] = node
             self.last = value if type(value) in _CONSTANT else None
-            return
+            return ()
         if len(blobs) != 1 or blobs[0].nodes[0] is not node:
             raise DifferentError
         before, now = self.blob, blobs[0]
@@ -67,6 +68,7 @@ class Leaf:
         if not is_same or node != self.holder[self.index]:
             raise DifferentError
         before.owner = now.owner
+        return store.identities
 
 
 class Container:

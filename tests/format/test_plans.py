@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_resume.errors import UnsupportedStateError
-from lightning_resume.format import blocks, plans
+from lightning_resume.format import blocks, plans, skeleton
 from lightning_resume.format.checkpoint import read_checkpoint
 from lightning_resume.format.image import Image
 from lightning_resume.format.plans import PlanCache
@@ -101,6 +102,22 @@ def renumber(value: State) -> None:
     value["optimizer_states"][0]["state"] = {float(key): item for key, item in steps.items()}
 
 
+def share_with_rest(value: State) -> None:
+    value["loops"]["best"] = value["state_dict"]["0.weight"]
+
+
+def share_with_rest_otherwise(value: State) -> None:
+    value["loops"]["best"] = value["optimizer_states"][0]["state"][0]["exp_avg"].view(-1)
+
+
+def hold_array(value: State) -> None:
+    value["optimizer_states"][0]["state"][0]["step"] = value["array"]
+
+
+def hold_list(value: State) -> None:
+    value["optimizer_states"][0]["state"][0]["step"] = value["order"]
+
+
 def note_version(value: State) -> None:
     value["state_dict"]._metadata[""]["version"] = 7
 
@@ -132,6 +149,10 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "no tensor": in_weights(lambda tensor: 3),
     "a tensor": replaced("epoch", torch.tensor),
     "shared": share,
+    "shared with the rest": share_with_rest,
+    "shared with the rest in another shape": share_with_rest_otherwise,
+    "an array of the rest in the optimizer": hold_array,
+    "a long list of the rest in the optimizer": hold_list,
     "renamed": rename,
     "other order": reorder,
     "keys of another type": renumber,
@@ -188,14 +209,54 @@ def test_what_cannot_be_saved_is_named_with_a_plan_too(tmp_path: Path) -> None:
     """The key path is the one that is told without it; the state after it is saved."""
     cache = PlanCache()
     is_planned(cache, state(), tmp_path)
-    wrong = state(1)
+    wrong, also_wrong = state(1), state(2)
     wrong["loops"]["progress"]["ready"] = object()
+    also_wrong["optimizer_states"][0]["param_groups"][0]["lr"] = object()
 
     with pytest.raises(UnsupportedStateError) as caught:
         prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+    used = is_planned(cache, state(3), tmp_path)
+    with pytest.raises(UnsupportedStateError) as also_caught:
+        prepare_checkpoint(tmp_path / "d", also_wrong, plans=cache)
 
     assert caught.value.key_path == "loops.progress.ready"
-    assert not is_planned(cache, state(2), tmp_path)
+    assert used  # it is of the model and the optimizers alone
+    assert also_caught.value.key_path == "optimizer_states.0.param_groups.0.lr"
+    assert not is_planned(cache, state(4), tmp_path)
+
+
+def test_what_grows_beside_model_and_optimizer_is_no_matter(tmp_path: Path) -> None:
+    """Losses, names of checkpoints and whatever else callbacks keep: the plan of the tensors is used all the same."""
+    cache = PlanCache()
+
+    used = []
+    for step in range(5):
+        value = state(step)
+        value["callbacks"] = {
+            "history": {"losses": torch.rand(step, dtype=torch.float64), "steps": list(range(step))},
+            "best": {f"step-{number}": torch.tensor(number) for number in range(step)},
+            "order": np.arange(100 * step),
+        }
+        used.append(is_planned(cache, value, tmp_path, rank_states=[{"step": torch.ones(step)}]))
+
+    assert used == [False, True, True, True, True]
+
+
+def test_a_text_that_is_too_long_is_refused_with_a_plan_too(monkeypatch: Any, tmp_path: Path) -> None:
+    """It is as without; the state after it is saved."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    is_planned(cache, state(1), tmp_path)
+    long = state(2)
+    long["loops"]["name"] = "long" * 25_000
+    for module in (plans, skeleton):
+        monkeypatch.setattr(module, "MAX_STATE_BYTES", 100_000)
+
+    with pytest.raises(UnsupportedStateError, match="bytes of JSON"):
+        prepare_checkpoint(tmp_path / "c", long, plans=cache)
+
+    is_planned(cache, state(3), tmp_path)
+    assert is_planned(cache, state(4), tmp_path)
 
 
 def test_a_tensor_whose_memory_is_gone_is_refused(tmp_path: Path) -> None:
@@ -362,6 +423,7 @@ def test_rows_serve_another_size_of_blocks_too(monkeypatch: Any, tmp_path: Path)
     assert is_planned(cache, value, tmp_path)
 
 
+@pytest.mark.parametrize("key", ["optimizer_states", "rest"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -371,15 +433,20 @@ def test_rows_serve_another_size_of_blocks_too(monkeypatch: Any, tmp_path: Path)
     ],
     ids=["array", "packed list", "bytearray"],
 )
-def test_data_that_comes_to_be_shared_stays_shared(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_data_that_comes_to_be_shared_stays_shared(make: Callable[[], Any], key: str, tmp_path: Path) -> None:
     """What was two objects of equal contents, and is one under two names now, is one in the files."""
-    cache, one = PlanCache(), make()
-    weights = {"weight": torch.randn(2)}
+    cache, one, weights = PlanCache(), make(), {"weight": torch.randn(2)}
 
-    is_planned(cache, {"state_dict": weights, "first": make(), "second": make()}, tmp_path)
-    used = is_planned(cache, {"state_dict": weights, "first": one, "second": one}, tmp_path)
+    def is_planned_with(first: Any, second: Any) -> bool:
+        value = {"state_dict": weights, "optimizer_states": {"first": first}, "rest": {}}
+        value[key]["second"] = second
+        return is_planned(cache, value, tmp_path)
 
-    assert not used
+    used = [is_planned_with(make(), make()), is_planned_with(make(), make()), is_planned_with(one, one)]
+
+    assert used == [False, True, False]
+    read = read_checkpoint(tmp_path / "with-2")
+    assert read["optimizer_states"]["first"] is read[key]["second"]
 
 
 def test_a_name_that_is_written_as_a_tag_makes_no_difference(tmp_path: Path) -> None:
@@ -429,13 +496,22 @@ def test_a_state_that_was_prepared_too_early_is_not_written(tmp_path: Path) -> N
 
 def test_a_plan_keeps_no_tensor_alive(tmp_path: Path) -> None:
     """Memory is the state's own again as soon as it was copied."""
-    cache = PlanCache()
+    cache, seen = PlanCache(), []
 
-    is_planned(cache, state(), tmp_path)
-    is_planned(cache, state(1), tmp_path)
+    for step in range(3):
+        value = state(step)
+        seen += [weakref.ref(tensor) for tensor in value["optimizer_states"][0]["state"][0].values()]
+        is_planned(cache, value, tmp_path)
+        del value
+    wrong = state(3)
+    seen += [weakref.ref(tensor) for tensor in wrong["optimizer_states"][0]["state"][0].values()]
+    wrong["loops"] = object()
+    with pytest.raises(UnsupportedStateError):
+        prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+    del wrong
 
     assert cache._plan is not None
-    assert {blob.owner for blob in (*cache._plan._tensors, *cache._plan._others)} == {None}
+    assert [number for number, tensor in enumerate(seen) if tensor() is not None] == []
 
 
 def test_a_state_that_is_never_the_same_is_no_longer_planned(tmp_path: Path) -> None:
