@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,18 @@ _LEAVES = (
     type,
     types.ModuleType,
 )
+_KINDS: tuple[tuple[type, ...], ...] = (
+    _LEAVES,
+    (random.SystemRandom,),
+    get_args(Generator),
+    (dict,),
+    (list, tuple, set, frozenset, deque),
+    (functools.partial,),
+    (types.MethodType,),
+    (types.FunctionType,),
+)
+_SLOT = types.MemberDescriptorType
+_LEAF, _SYSTEM, _GENERATOR, _DICT, _ITEMS, _PARTIAL, _METHOD, _FUNCTION, _OTHER = range(len(_KINDS) + 1)
 
 
 def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -> dict[str, Generator]:
@@ -49,46 +61,92 @@ def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -
     """
     found: dict[str, Generator] = {}
     seen = {id(value) for value in stop}
-    queue = deque(owners.items())
+    classes = _Classes()
+    queue = deque((path, value, classes.kind_of(value)) for path, value in owners.items())
     while queue and len(seen) < MAX_OBJECTS:
-        path, value = queue.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        path, value, kind = queue.popleft()
+        if kind == _LEAF or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, random.SystemRandom):
+        if kind == _SYSTEM:
             warnings.warn(f"{path} draws from the operating system: its numbers cannot be drawn again", stacklevel=2)
-            continue
-        if isinstance(value, Generator):
+        elif kind == _GENERATOR:
             if not _is_global(value):
-                found[path] = value
-            continue
-        queue.extend((f"{path}.{name}", child) for name, child in _children(value))
+                found[path] = value  # type: ignore[assignment]
+        else:
+            for name, child in _children(value, classes):
+                if (kind := classes.kind_of(child)) != _LEAF:  # most of what is found is one
+                    queue.append((f"{path}.{name}", child, kind))
     return found
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+class _Classes:
+    """What is known of classes during one search: a module has many objects of few, and a search is part of a save."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[type, int] = {}
+        self._members: dict[type, list[tuple[str, Any]]] = {}
+
+    def kind_of(self, value: object) -> int:
+        """Which of `_KINDS` an object is. A stand-in that gives another class for its own counts as one of that."""
+        try:
+            shown = value.__class__
+        except Exception:  # of a weak proxy whose object is gone, or the user's
+            return _LEAF
+        cls = type(value)
+        kind = self._kinds.get(cls)
+        if kind is None:
+            kind = self.kind(cls)
+        if shown is not cls and isinstance(shown, type):
+            return min(kind, claimed) if (claimed := self.kind(shown)) <= _GENERATOR else kind
+        return kind
+
+    def kind(self, cls: type) -> int:
+        """Which of `_KINDS` objects of a class are."""
+        kind = self._kinds.get(cls)
+        if kind is None:
+            # `isinstance` of a `torch.Generator` is a function of torch's in python.
+            matching = (number for number, bases in enumerate(_KINDS) if issubclass(cls, bases))
+            kind = self._kinds[cls] = next(matching, _OTHER)
+        return kind
+
+    def members(self, cls: type) -> list[tuple[str, Any]]:
+        """The generators that a class and its bases hold, and the descriptors of their slots."""
+        found = self._members.get(cls)
+        if found is None:
+            found = self._members[cls] = []
+            for base in cls.__mro__:
+                held = base.__dict__
+                found += [(name, value) for name, value in held.items() if self.kind_of(value) == _GENERATOR]
+                if "__slots__" in held:
+                    found += [(name, value) for name, value in held.items() if isinstance(value, _SLOT)]
+        return found
+
+
+def _children(value: Any, classes: _Classes) -> Iterator[tuple[str, Any]]:
     """What an object holds. Nothing of the user's is called: no property, no `__getattr__`, no `__iter__`."""
-    if isinstance(value, dict):
+    kind = classes.kind(type(value))
+    if kind == _DICT:
         yield from ((str(key), child) for key, child in islice(dict.items(value), MAX_ITEMS))
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+    elif kind == _ITEMS:
         yield from ((str(index), child) for index, child in enumerate(islice(value, MAX_ITEMS)))
-    elif isinstance(value, functools.partial):
+    elif kind == _PARTIAL:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, types.MethodType):
+    elif kind == _METHOD:
         yield "self", value.__self__
-    elif isinstance(value, types.FunctionType):
+    elif kind == _FUNCTION:
         yield from (("defaults", value.__defaults__), ("defaults", value.__kwdefaults__))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
                 yield name, cell.cell_contents
     if isinstance(attributes := getattr(value, "__dict__", None), dict):
         yield from list(attributes.items())
-    for cls in type(value).__mro__:
-        yield from ((name, member) for name, member in cls.__dict__.items() if isinstance(member, Generator))
-        for name, member in cls.__dict__.items() if "__slots__" in cls.__dict__ else ():
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):
-                    yield name, member.__get__(value)
+    for name, member in classes.members(type(value)):
+        if not isinstance(member, _SLOT):
+            yield name, member
+            continue
+        with contextlib.suppress(AttributeError):  # not assigned yet
+            yield name, member.__get__(value)
 
 
 def _is_global(value: object) -> bool:

@@ -19,6 +19,7 @@ def capture_module(trainer: Trainer) -> dict[str, Any]:
     """What a module's `state_dict` leaves out: modes, frozen parameters, buffers that are not persistent, gradients."""
     module = trainer.lightning_module
     saved = module.state_dict(keep_vars=True)
+    with_gradients = _may_look_at_gradients(trainer)
     return {
         "eval": [name for name, child in module.named_modules() if not child.training],
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
@@ -27,9 +28,7 @@ def capture_module(trainer: Trainer) -> dict[str, Any]:
             name: buffer for name, buffer in module.named_buffers() if name not in saved or trainer.global_rank > 0
         },
         "gradients": {
-            name: p.grad.detach()
-            for name, p in module.named_parameters()
-            if p.grad is not None and _may_look_at_gradients(trainer)
+            name: p.grad.detach() for name, p in module.named_parameters() if with_gradients and p.grad is not None
         },
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections import deque
 from typing import Any
 
@@ -185,3 +186,38 @@ def test_the_systems_randomness_is_named() -> None:
         found = find_generators({"dataset": Holder(rng=random.SystemRandom())})
 
     assert found == {}
+
+
+def test_a_stand_in_counts_as_what_it_stands_for() -> None:
+    """A weak proxy, or an object that gives another class for its own, of a generator; nothing of one that is gone."""
+    shared, other = random.Random(1), Holder(rng=RNG)
+    gone = weakref.proxy(Holder())
+
+    class StandIn:
+        """Hands on what is asked of it."""
+
+        __class__ = random.Random  # type: ignore[assignment]
+
+        def getstate(self) -> Any:
+            return shared.getstate()
+
+    stand_in = StandIn()
+    found = find_generators({"x": {"proxy": weakref.proxy(shared), "other": weakref.proxy(other), "gone": gone}})
+    found |= find_generators({"y": stand_in})
+
+    assert list(found) == ["x.proxy", "x.other.rng", "y"]
+    assert found["y"] is stand_in
+
+
+def test_a_class_that_changes_is_looked_at_again() -> None:
+    """What is known of classes is known for one search only."""
+
+    class Changing:
+        """Is given a generator later."""
+
+    owner = [Changing(), Changing()]
+    before = find_generators({"x": owner})
+    Changing.rng = RNG  # type: ignore[attr-defined]
+
+    assert before == {}
+    assert list(find_generators({"x": owner})) == ["x.0.rng"]
