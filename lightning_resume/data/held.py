@@ -12,9 +12,9 @@ import functools
 import random
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, get_args
 
 import numpy as np
@@ -48,8 +48,10 @@ _KINDS: tuple[tuple[type, ...], ...] = (
     (types.MethodType,),
     (types.FunctionType,),
 )
+_LEAF, _SYSTEM, _GENERATOR, _DICT, _ITEMS, _PARTIAL, _METHOD, _FUNCTION, _OTHER, _UNSURE = range(len(_KINDS) + 2)
 _SLOT = types.MemberDescriptorType
-_LEAF, _SYSTEM, _GENERATOR, _DICT, _ITEMS, _PARTIAL, _METHOD, _FUNCTION, _OTHER = range(len(_KINDS) + 1)
+MAX_GLANCED = 64
+_BARE = frozenset({dict, list, tuple, set, frozenset, deque})  # have no attributes
 
 
 def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -> dict[str, Generator]:
@@ -62,6 +64,7 @@ def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -
     found: dict[str, Generator] = {}
     seen = {id(value) for value in stop}
     classes = _Classes()
+    kinds = classes.kinds
     queue = deque((path, value, classes.kind_of(value)) for path, value in owners.items())
     while queue and len(seen) < MAX_OBJECTS:
         path, value, kind = queue.popleft()
@@ -74,41 +77,77 @@ def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -
             if not _is_global(value):
                 found[path] = value  # type: ignore[assignment]
         else:
+            # A model has some hundred objects for each layer, and every save looks through all of them.
             for name, child in _children(value, classes):
-                if (kind := classes.kind_of(child)) != _LEAF:  # most of what is found is one
-                    queue.append((f"{path}.{name}", child, kind))
+                kind = kinds.get(type(child), _UNSURE)
+                if kind == _UNSURE:
+                    kind = classes.kind_of(child)
+                if kind == _LEAF:
+                    continue
+                if _DICT <= kind <= _ITEMS and classes.holds_leaves_only(child):
+                    seen.add(id(child))
+                else:
+                    queue.append((f"{path}.{name!s}", child, kind))
     return found
 
 
 class _Classes:
-    """What is known of classes during one search: a module has many objects of few, and a search is part of a save."""
+    """What is known of classes during one search.
+
+    Attributes:
+        kinds: which of `_KINDS` the objects of a class are; `_UNSURE` where they may give another class for their own.
+    """
 
     def __init__(self) -> None:
-        self._kinds: dict[type, int] = {}
+        self.kinds: dict[type, int] = {}
+        self._leaves: set[type] = set()
+        self._own_kinds: dict[type, int] = {}
         self._members: dict[type, list[tuple[str, Any]]] = {}
 
     def kind_of(self, value: object) -> int:
         """Which of `_KINDS` an object is. A stand-in that gives another class for its own counts as one of that."""
+        cls = type(value)
+        kind = self.own_kind(cls)
+        if cls not in self.kinds:
+            is_plain = cls.__getattribute__ is object.__getattribute__ and not any(
+                "__class__" in base.__dict__ for base in cls.__mro__[:-1]
+            )
+            self.kinds[cls] = kind if is_plain or kind == _LEAF or cls in _BARE else _UNSURE
+        if self.kinds[cls] != _UNSURE:
+            return kind
         try:
             shown = value.__class__
         except Exception:  # of a weak proxy whose object is gone, or the user's
             return _LEAF
-        cls = type(value)
-        kind = self._kinds.get(cls)
-        if kind is None:
-            kind = self.kind(cls)
         if shown is not cls and isinstance(shown, type):
-            return min(kind, claimed) if (claimed := self.kind(shown)) <= _GENERATOR else kind
+            return min(kind, claimed) if (claimed := self.own_kind(shown)) <= _GENERATOR else kind
         return kind
 
-    def kind(self, cls: type) -> int:
-        """Which of `_KINDS` objects of a class are."""
-        kind = self._kinds.get(cls)
+    def own_kind(self, cls: type) -> int:
+        """Which of `_KINDS` the objects of a class are, whatever they say."""
+        kind = self._own_kinds.get(cls)
         if kind is None:
             # `isinstance` of a `torch.Generator` is a function of torch's in python.
             matching = (number for number, bases in enumerate(_KINDS) if issubclass(cls, bases))
-            kind = self._kinds[cls] = next(matching, _OTHER)
+            kind = self._own_kinds[cls] = next(matching, _OTHER)
+            if kind == _LEAF:
+                self._leaves.add(cls)
         return kind
+
+    def holds_leaves_only(self, value: Any) -> bool:
+        """Whether a container has nothing in it that is to be entered, as far as can be seen at a glance.
+
+        Most of a module's attributes are such: a dozen dictionaries of hooks, empty, and one of parameters.
+        """
+        cls = type(value)
+        if cls is OrderedDict:
+            if value.__dict__:
+                return False
+        elif cls not in _BARE:
+            return False
+        if len(value) > MAX_GLANCED:
+            return False
+        return self._leaves.issuperset(map(type, dict.values(value) if isinstance(value, dict) else value))
 
     def members(self, cls: type) -> list[tuple[str, Any]]:
         """The generators that a class and its bases hold, and the descriptors of their slots."""
@@ -123,30 +162,41 @@ class _Classes:
         return found
 
 
-def _children(value: Any, classes: _Classes) -> Iterator[tuple[str, Any]]:
+def _children(value: Any, classes: _Classes) -> Iterable[tuple[object, Any]]:
     """What an object holds. Nothing of the user's is called: no property, no `__getattr__`, no `__iter__`."""
-    kind = classes.kind(type(value))
+    cls = type(value)
+    kind = classes.own_kind(cls)
+    found: Iterable[tuple[object, Any]] = ()
     if kind == _DICT:
-        yield from ((str(key), child) for key, child in islice(dict.items(value), MAX_ITEMS))
+        found = islice(dict.items(value), MAX_ITEMS)
     elif kind == _ITEMS:
-        yield from ((str(index), child) for index, child in enumerate(islice(value, MAX_ITEMS)))
+        found = enumerate(islice(value, MAX_ITEMS))
     elif kind == _PARTIAL:
-        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+        found = (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif kind == _METHOD:
-        yield "self", value.__self__
+        found = (("self", value.__self__),)
     elif kind == _FUNCTION:
-        yield from (("defaults", value.__defaults__), ("defaults", value.__kwdefaults__))
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                yield name, cell.cell_contents
-    if isinstance(attributes := getattr(value, "__dict__", None), dict):
-        yield from list(attributes.items())
-    for name, member in classes.members(type(value)):
+        found = _held_by_function(value)
+    return found if cls in _BARE else chain(found, _attributes(value, classes.members(cls)))
+
+
+def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from (("defaults", function.__defaults__), ("defaults", function.__kwdefaults__))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+
+
+def _attributes(value: Any, members: list[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    attributes = getattr(value, "__dict__", None)
+    found = list(attributes.items()) if isinstance(attributes, dict) else []
+    for name, member in members:
         if not isinstance(member, _SLOT):
-            yield name, member
+            found.append((name, member))
             continue
         with contextlib.suppress(AttributeError):  # not assigned yet
-            yield name, member.__get__(value)
+            found.append((name, member.__get__(value)))
+    return found
 
 
 def _is_global(value: object) -> bool:

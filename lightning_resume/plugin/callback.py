@@ -21,6 +21,7 @@ from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
 from lightning_resume.errors import UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
+from lightning_resume.format.collector import paused_collection
 from lightning_resume.lock import REFRESH_SECONDS, FolderLock
 from lightning_resume.plugin import arguments, checks, frozen, hooks, loops, positional, resuming
 from lightning_resume.plugin.averaging import is_collecting_batch_norm
@@ -483,16 +484,17 @@ class AtomicResumeCallback(ModelCheckpoint):
             return
         loops.drop_loader_state(checkpoint)
         loops.follow_passes(trainer)
-        state = capture_rank_state(
-            trainer,
-            moment=self._moment,
-            data_version=self.settings.data_version,
-            schedulers=self._optimizers.get("schedulers", []),
-            streams=self._streams,
-            item_rng={"kind": self.settings.item_rng, "seed": self._item_seed},
-            configured=self._configured,
-        )
-        state["circumstances"] = capture_circumstances(trainer, self._beginning)
+        with paused_collection():
+            state = capture_rank_state(
+                trainer,
+                moment=self._moment,
+                data_version=self.settings.data_version,
+                schedulers=self._optimizers.get("schedulers", []),
+                streams=self._streams,
+                item_rng={"kind": self.settings.item_rng, "seed": self._item_seed},
+                configured=self._configured,
+            )
+            state["circumstances"] = capture_circumstances(trainer, self._beginning)
         checkpoint[RANK_STATES] = gather(trainer, state)
         checkpoint["world_size"] = trainer.world_size
 

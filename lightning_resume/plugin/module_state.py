@@ -19,17 +19,16 @@ def capture_module(trainer: Trainer) -> dict[str, Any]:
     """What a module's `state_dict` leaves out: modes, frozen parameters, buffers that are not persistent, gradients."""
     module = trainer.lightning_module
     saved = module.state_dict(keep_vars=True)
-    with_gradients = _may_look_at_gradients(trainer)
+    parameters = list(module.named_parameters())
+    with_gradients = [(name, p.grad) for name, p in parameters] if _may_look_at_gradients(trainer) else []
     return {
         "eval": [name for name, child in module.named_modules() if not child.training],
-        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "frozen": [name for name, parameter in parameters if not parameter.requires_grad],
         # The checkpoint's state_dict is rank 0's; where DDP does not broadcast buffers, every rank has its own.
         "buffers": {
             name: buffer for name, buffer in module.named_buffers() if name not in saved or trainer.global_rank > 0
         },
-        "gradients": {
-            name: p.grad.detach() for name, p in module.named_parameters() if with_gradients and p.grad is not None
-        },
+        "gradients": {name: gradient.detach() for name, gradient in with_gradients if gradient is not None},
     }
 
 
