@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_resume.catalog import clean_incomplete
 from lightning_resume.data.loader import ResumableLoader
-from lightning_resume.errors import UnsupportedSetupError
+from lightning_resume.errors import CheckpointError, UnsupportedSetupError
 from lightning_resume.format.checkpoint import read_index
 from lightning_resume.format.collector import paused_collection
 from lightning_resume.lock import REFRESH_SECONDS, FolderLock
@@ -29,7 +29,7 @@ from lightning_resume.plugin.checkpoint_io import RANK_STATES, STATE_KEY, Atomic
 from lightning_resume.plugin.circumstances import capture_circumstances, look_at_beginning
 from lightning_resume.plugin.history import LossHistory
 from lightning_resume.plugin.identity import look_at_data, trainer_identity
-from lightning_resume.plugin.last import Last, find_last, path_to_load, timeline_after, warn_of_bad
+from lightning_resume.plugin.last import Last, find_last, instead, path_to_load, timeline_after, warn_of_bad
 from lightning_resume.plugin.optimizers import describe_optimizers
 from lightning_resume.plugin.quiet import Quiet
 from lightning_resume.plugin.rank_state import (
@@ -170,7 +170,10 @@ class AtomicResumeCallback(ModelCheckpoint):
         if loops.is_dry_run(trainer):
             rank_zero_info("fast_dev_run neither saves nor resumes.")
             return set()
-        self._last = find_last(self._folder(trainer), loops.last_of_others(trainer, self))
+        # One process, which will read all of it: that is to be done once.
+        trust_newest = trainer.state.fn == TrainerFn.FITTING and trainer.world_size == 1
+        others = loops.last_of_others(trainer, self)
+        self._last = find_last(self._folder(trainer), others, trust_newest=trust_newest)
         return {self._last.path} if self._last is not None else set()
 
     def _folder(self, trainer: Trainer) -> str:
@@ -205,6 +208,7 @@ class AtomicResumeCallback(ModelCheckpoint):
             trainer.world_size,
             lambda path, state: self._before_restore(trainer, path, state),
             agree=lambda path: path_to_load(trainer, self._folder(trainer), path, self._last),
+            instead=lambda path, error: self._load_instead(trainer, path, error),
             may_change_world_size=self._item_seed is not None,
         )
         self._resume, self._resumed_from, self._has_begun, self._has_gone_back = None, None, False, False
@@ -234,6 +238,13 @@ class AtomicResumeCallback(ModelCheckpoint):
             if self._resume is not None:
                 wrapped.hold()
         return wrapped
+
+    def _load_instead(self, trainer: Trainer, path: str, error: CheckpointError) -> str:
+        if trainer.world_size > 1:  # the others may have read it
+            raise error
+        self._last = instead(self._folder(trainer), self._last, path, error)
+        loops.note_path(trainer, self._last.path)
+        return self._last.path
 
     def _before_restore(self, trainer: Trainer, path: str, checkpoint: Mapping[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or loops.is_tuning(path):

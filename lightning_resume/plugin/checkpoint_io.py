@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 
 from lightning_resume.catalog import prune_checkpoints
-from lightning_resume.errors import UnsupportedSetupError, WorldSizeError
+from lightning_resume.errors import CheckpointError, UnsupportedSetupError, WorldSizeError
 from lightning_resume.format.checkpoint import read_checkpoint, read_index
 from lightning_resume.format.plans import PlanCache
 from lightning_resume.format.prepared import PreparedCheckpoint, prepare_checkpoint
@@ -25,6 +25,10 @@ STATE_KEY = "AtomicResumeCallback"
 """Key of this package's own callback among the callbacks' states."""
 
 
+def _refuse(path: str, error: CheckpointError) -> str:
+    raise error
+
+
 @dataclass(frozen=True)
 class Fitting:
     """What loading for `fit` needs to know; elsewhere the weights and what belongs to them are enough.
@@ -34,6 +38,7 @@ class Fitting:
         world_size: number of processes.
         before_restore: called with path and checkpoint before Lightning restores anything; refuses by raising.
         agree: turns this rank's path into the one that all ranks load.
+        instead: called with a path that could not be read, and why; returns what to read in its place, or raises.
         may_change_world_size: whether a checkpoint of another number of processes is worth reading.
     """
 
@@ -41,6 +46,7 @@ class Fitting:
     world_size: int
     before_restore: Callable[[str, Mapping[str, Any]], None]
     agree: Callable[[str], str] = str
+    instead: Callable[[str, CheckpointError], str] = _refuse
     may_change_world_size: bool = False
 
 
@@ -137,11 +143,11 @@ class AtomicCheckpointIO(CheckpointIO):
             self.complete(os.fspath(path), checkpoint)
             return checkpoint
         path = self.fitting.agree(os.fspath(path))
-        num_ranks = read_index(path).num_ranks
-        if num_ranks not in (0, self.fitting.world_size) and not self.fitting.may_change_world_size:
-            raise WorldSizeError(num_ranks, self.fitting.world_size)
-        rank = min(self.fitting.rank, num_ranks - 1) if num_ranks else None
-        checkpoint = read_checkpoint(path, rank=rank)
+        try:
+            checkpoint = _read(self.fitting, path)
+        except CheckpointError as error:
+            path = self.fitting.instead(path, error)
+            checkpoint = _read(self.fitting, path)
         check_weights(os.fspath(path), checkpoint)
         self.complete(os.fspath(path), checkpoint)
         self.fitting.before_restore(os.fspath(path), checkpoint)
@@ -151,6 +157,14 @@ class AtomicCheckpointIO(CheckpointIO):
         """Deletes the checkpoint: first out of sight by one rename, then its files. None there: nothing happens."""
         if Path(path).is_dir():
             prune_checkpoints([path])
+
+
+def _read(fitting: Fitting, path: str) -> dict[str, Any]:
+    num_ranks = read_index(path).num_ranks
+    if num_ranks not in (0, fitting.world_size) and not fitting.may_change_world_size:
+        raise WorldSizeError(num_ranks, fitting.world_size)
+    rank = min(fitting.rank, num_ranks - 1) if num_ranks else None
+    return read_checkpoint(path, rank=rank)
 
 
 def _counters(state: Mapping[str, Any], ranks: list[dict[str, Any]]) -> dict[str, int]:

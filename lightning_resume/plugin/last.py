@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_resume.catalog import CheckpointInfo, in_one_line, place_in_run, scan_checkpoints, step_checkpoints
 from lightning_resume.errors import CheckpointError, NoGoodCheckpointError, ResumeError
 from lightning_resume.format.index import CheckpointIndex
-from lightning_resume.format.verify import verify_checkpoint
+from lightning_resume.format.verify import read_index, verify_checkpoint
 from lightning_resume.plugin import loops
 from lightning_resume.plugin.ranks import decide
 
@@ -30,14 +30,16 @@ class Last:
         path: of the newest good checkpoint.
         listed: what it was chosen from.
         told: names of bad ones of which was told.
+        is_verified: whether all of its bytes were compared with their digests; else that is left to loading it.
     """
 
     path: str
     listed: tuple[CheckpointInfo, ...]
     told: frozenset[str] = frozenset()
+    is_verified: bool = True
 
 
-def find_last(folder: str, others: Collection[str]) -> Last | None:
+def find_last(folder: str, others: Collection[str], *, trust_newest: bool = False) -> Last | None:
     """The newest good checkpoint in `folder`, by timeline and step; None and one info line where there is none.
 
     Each candidate is verified in full, the newest first. Those that fail are passed over with a warning that names
@@ -47,13 +49,15 @@ def find_last(folder: str, others: Collection[str]) -> Last | None:
     Args:
         folder: where this callback saves.
         others: what other callbacks offer as their last.
+        trust_newest: look at index and sizes of the newest only, if one process has saved it: loading it reads and
+            verifies every file, and `instead` is what to do if it fails.
 
     Raises:
         NoGoodCheckpointError: there are checkpoints, but only bad ones.
     """
     for _ in range(MAX_LOOKS):
         try:
-            last = _look(folder)
+            last = _look(folder, trust_newest)
             if last is not None:
                 _make_newest(last.path, others)
         except FileNotFoundError:
@@ -65,7 +69,28 @@ def find_last(folder: str, others: Collection[str]) -> Last | None:
             rank_zero_info(f"No checkpoint in {folder!r} yet: training starts from scratch.")
         return last
     listed = tuple(step_checkpoints(folder))
-    return Last(os.fspath(listed[-1].path), listed) if listed else None
+    return Last(os.fspath(listed[-1].path), listed, is_verified=False) if listed else None
+
+
+def instead(folder: str, last: Last | None, path: str, error: CheckpointError) -> Last:
+    """What is loaded in place of a "last" that was trusted, and was found to be bad when it was read.
+
+    Args:
+        folder: where this callback saves.
+        last: what this callback has answered to "last", if it was asked.
+        path: that could not be read.
+        error: why.
+
+    Raises:
+        NoGoodCheckpointError: nothing in the folder is good.
+        CheckpointError: `error`, where the path was not a trusted one.
+    """
+    if last is None or last.is_verified or path != last.path:
+        raise error
+    found = find_last(folder, ())
+    if found is None:
+        raise error
+    return found
 
 
 def path_to_load(trainer: Trainer, folder: str, path: str, last: Last | None) -> str:
@@ -106,22 +131,27 @@ def _newest_now(folder: str, last: Last) -> str:
     return again.path
 
 
-def _look(folder: str) -> Last | None:
+def _look(folder: str, trust_newest: bool) -> Last | None:
     """Verifies the candidates, the newest first; FileNotFoundError if one vanishes meanwhile."""
     # What a kill in the middle of a save leaves is hidden; everything else was good once, or should have been.
     found = [info for info in scan_checkpoints(folder) if not info.path.name.startswith(".")]
     bad = [info for info in found if info.status in ("corrupt", "incomplete") or _is_link_to_step(info)]
     listed = tuple(step_checkpoints(folder))
     for candidate in reversed(listed):
+        is_trusted = trust_newest and candidate is listed[-1]
         try:
-            verify_checkpoint(candidate.path)
+            if is_trusted and read_index(candidate.path).num_ranks != 1:
+                is_trusted = False
+            if not is_trusted:
+                verify_checkpoint(candidate.path)
         except CheckpointError as error:
             _require_still_there(candidate)
             bad.append(replace(candidate, status="corrupt", reason=in_one_line(error)))
         else:
             newer = [info for info in bad if _step_of(info) > (candidate.global_step or 0)]
             _tell_of_newer(folder, candidate, newer)
-            return Last(os.fspath(candidate.path), listed, frozenset(info.path.name for info in newer))
+            told = frozenset(info.path.name for info in newer)
+            return Last(os.fspath(candidate.path), listed, told, is_verified=not is_trusted)
     for info in bad:
         _require_still_there(info)
     if bad:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inprocess import NotedToy, Stop, StopAfter, loader, make_trainer, plugin, refused, save_some
@@ -21,6 +23,7 @@ from lightning_resume import (
     WeightsOnlyError,
     load_module,
 )
+from lightning_resume.format.checkpoint import read_index
 
 
 @pytest.mark.parametrize("while_training", [True, False])
@@ -181,6 +184,40 @@ def test_last_passes_over_a_damaged_checkpoint(damage: Callable[[Path], None], s
     assert second.startswith("  step-00000004: corrupt, model.safetensors: expected ")
     assert third.startswith("Training repeats the steps after it.")
     assert [row["step"] for row in module.rows] == [2, 3, 4, 5, 6, 7]
+
+
+def test_last_passes_over_a_checkpoint_with_damage_in_any_file(sound: Path, tmp_path: Path) -> None:
+    """Whatever reads a file, a flipped bit in it is found, and training goes on from the checkpoint before it."""
+    names = sorted(file.name for file in step_dir(sound, 4).iterdir())
+    assert {"index.json", "state.json", "rank-00000.json", "model.safetensors", "optimizer.safetensors"} <= set(names)
+    for name in names:
+        folder = tmp_path / name
+        copied(sound, folder, 2, 4)
+        flip(step_dir(folder, 4) / name)
+        module = NotedToy()
+
+        with pytest.warns(UserWarning, match=rf"step-00000004: corrupt, {name}") as warned:
+            make_trainer(tmp_path, plugin(folder), max_epochs=1).fit(module, loader(), ckpt_path="last")
+
+        assert len([warning for warning in warned if "is resumed from" in str(warning.message)]) == 1
+        assert [row["step"] for row in module.rows] == [2, 3, 4, 5, 6, 7]
+
+
+def test_last_is_read_once(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is verified while it is loaded: a resume does not read and hash a large state twice."""
+    copied(sound, tmp_path / "ck", 2, 4)
+    hashed: list[Any] = []
+
+    def hash_and_note(*data: Any) -> Any:
+        hashed.append(hashlib.new("sha256", *data))
+        return hashed[-1]
+
+    monkeypatch.setattr(hashlib, "sha256", hash_and_note)
+    index = read_index(step_dir(tmp_path / "ck", 4))
+    make_trainer(tmp_path, plugin(tmp_path / "ck"), max_steps=4).fit(NotedToy(), loader(), ckpt_path="last")
+
+    digests = [digest.hexdigest() for digest in hashed]
+    assert [digests.count(entry.sha256) for entry in index.files.values()] == [1] * len(index.files)
 
 
 @pytest.mark.parametrize("damage", [truncate, flip])
