@@ -84,9 +84,8 @@ def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -
                     kind = classes.kind_of(child)
                 if kind == _LEAF:
                     continue
-                if _DICT <= kind <= _ITEMS and classes.holds_leaves_only(child):
-                    seen.add(id(child))
-                else:
+                # Not counted: many small records that are met first would use up the search before the generators.
+                if not (_DICT <= kind <= _ITEMS and classes.holds_leaves_only(child)):
                     queue.append((f"{path}.{name!s}", child, kind))
     return found
 

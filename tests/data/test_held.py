@@ -221,3 +221,10 @@ def test_a_class_that_changes_is_looked_at_again() -> None:
 
     assert before == {}
     assert list(find_generators({"x": owner})) == ["x.0.rng"]
+
+
+def test_many_small_records_do_not_hide_a_generator() -> None:
+    """More of them than objects are looked at, in attributes that come first."""
+    records = {f"part{part}": [(part, item) for item in range(4096)] for part in range(6)}
+
+    assert list(find_generators({"x": Holder(size=1, **records, rng=RNG)})) == ["x.rng"]
