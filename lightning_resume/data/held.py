@@ -155,7 +155,8 @@ class _Classes:
             found = self._members[cls] = []
             for base in cls.__mro__:
                 held = base.__dict__
-                found += [(name, value) for name, value in held.items() if self.kind_of(value) == _GENERATOR]
+                generators = (_SYSTEM, _GENERATOR)
+                found += [(name, value) for name, value in held.items() if self.kind_of(value) in generators]
                 if "__slots__" in held:
                     found += [(name, value) for name, value in held.items() if isinstance(value, _SLOT)]
         return found

@@ -228,3 +228,15 @@ def test_many_small_records_do_not_hide_a_generator() -> None:
     records = {f"part{part}": [(part, item) for item in range(4096)] for part in range(6)}
 
     assert list(find_generators({"x": Holder(size=1, **records, rng=RNG)})) == ["x.rng"]
+
+
+def test_the_systems_randomness_in_a_class_is_named() -> None:
+    """As if the object itself held it."""
+
+    class Drawing(Holder):
+        """Shares it among its objects."""
+
+        rng = random.SystemRandom()
+
+    with pytest.warns(UserWarning, match=r"x\.rng draws from the operating system"):
+        assert find_generators({"x": Drawing()}) == {}
