@@ -78,7 +78,7 @@ def find_generators(owners: Mapping[str, object], stop: Iterable[object] = ()) -
                 found[path] = value  # type: ignore[assignment]
         else:
             # A model has some hundred objects for each layer, and every save looks through all of them.
-            for name, child in _children(value, classes):
+            for name, child in _children(value, kind, classes):
                 kind = kinds.get(type(child), _UNSURE)
                 if kind == _UNSURE:
                     kind = classes.kind_of(child)
@@ -116,11 +116,11 @@ class _Classes:
             return kind
         try:
             shown = value.__class__
-        except Exception:  # of a weak proxy whose object is gone, or the user's
+        except ReferenceError:  # of a weak proxy whose object is gone
             return _LEAF
-        if shown is not cls and isinstance(shown, type):
-            return min(kind, claimed) if (claimed := self.own_kind(shown)) <= _GENERATOR else kind
-        return kind
+        except Exception:  # the user's
+            return kind
+        return min(kind, self.own_kind(shown)) if isinstance(shown, type) else kind
 
     def own_kind(self, cls: type) -> int:
         """Which of `_KINDS` the objects of a class are, whatever they say."""
@@ -162,22 +162,29 @@ class _Classes:
         return found
 
 
-def _children(value: Any, classes: _Classes) -> Iterable[tuple[object, Any]]:
-    """What an object holds. Nothing of the user's is called: no property, no `__getattr__`, no `__iter__`."""
+def _children(value: Any, kind: int, classes: _Classes) -> Iterable[tuple[object, Any]]:
+    """What an object holds. Nothing of the user's is called, but of stand-ins: no property, no `__getattr__`."""
     cls = type(value)
-    kind = classes.own_kind(cls)
-    found: Iterable[tuple[object, Any]] = ()
-    if kind == _DICT:
-        found = islice(dict.items(value), MAX_ITEMS)
-    elif kind == _ITEMS:
-        found = enumerate(islice(value, MAX_ITEMS))
-    elif kind == _PARTIAL:
-        found = (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif kind == _METHOD:
-        found = (("self", value.__self__),)
-    elif kind == _FUNCTION:
-        found = _held_by_function(value)
+    if kind == classes.own_kind(cls):
+        found = _contents(value, kind)
+    else:
+        try:
+            found = list(islice(value.items(), MAX_ITEMS) if kind == _DICT else _contents(value, kind))
+        except Exception:  # it is of the other class by name only
+            found = ()
     return found if cls in _BARE else chain(found, _attributes(value, classes.members(cls)))
+
+
+def _contents(value: Any, kind: int) -> Iterable[tuple[object, Any]]:
+    if kind == _DICT:
+        return islice(dict.items(value), MAX_ITEMS)
+    if kind == _ITEMS:
+        return enumerate(islice(value, MAX_ITEMS))
+    if kind == _PARTIAL:
+        return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    if kind == _METHOD:
+        return (("self", value.__self__),)
+    return _held_by_function(value) if kind == _FUNCTION else ()
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -223,6 +223,55 @@ def test_a_class_that_changes_is_looked_at_again() -> None:
     assert list(find_generators({"x": owner})) == ["x.0.rng"]
 
 
+class Items(list[Any]):
+    """A list that weak references can refer to."""
+
+
+class Entries(dict[str, Any]):
+    """A dict that weak references can refer to."""
+
+
+def holds_default(rng: Any = RNG) -> None:
+    """Holds a generator as a default."""
+
+
+@pytest.mark.parametrize(
+    ("held", "path"),
+    [
+        (Items([RNG]), "x.0.0"),
+        (Entries(rng=RNG), "x.0.rng"),
+        (functools.partial(print, RNG), "x.0.args.0"),
+        (holds_default, "x.0.defaults.0"),
+    ],
+    ids=["list", "dict", "partial", "function"],
+)
+def test_what_a_weak_proxy_shows_is_searched(held: Any, path: str) -> None:
+    """It is as if the object itself stood there."""
+    assert list(find_generators({"x": [weakref.proxy(held)]})) == [path]
+
+
+@pytest.mark.parametrize("error", [AttributeError, ValueError])
+def test_an_object_that_does_not_tell_its_class_is_searched(error: type[Exception]) -> None:
+    """What it holds is found all the same."""
+
+    class Silent(Holder):
+        """Fails where it is asked for its class."""
+
+        @property
+        def __class__(self) -> Any:
+            raise error
+
+    assert list(find_generators({"x": Silent(rng=RNG)})) == ["x.rng"]
+
+
+@pytest.mark.parametrize("shown", [list, dict, functools.partial], ids=lambda shown: shown.__name__)
+def test_an_object_that_is_a_container_by_name_only_is_searched(shown: type) -> None:
+    """It has attributes, as any object, and fails where it is asked for items."""
+    stand_in = type("StandIn", (Holder,), {"__class__": shown})(rng=RNG)
+
+    assert list(find_generators({"x": stand_in})) == ["x.rng"]
+
+
 def test_many_small_records_do_not_hide_a_generator() -> None:
     """More of them than objects are looked at, in attributes that come first."""
     records = {f"part{part}": [(part, item) for item in range(4096)] for part in range(6)}
