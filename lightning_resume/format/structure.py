@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_resume.format.blobs import Blob, BlobStore
+from lightning_resume.format.codecs import PACKED_ITEMS
 from lightning_resume.format.runs import DifferentError
 from lightning_resume.format.skeleton import GROUP, NAME, TAG
 from lightning_resume.format.strict_json import dump_json
@@ -20,6 +21,7 @@ from lightning_resume.format.tree import EncodeWalk, FindEncoder
 
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _CONTAINERS = (dict, OrderedDict, list, tuple)
+_PACKED_KINDS = ({int}, {float})
 _CONSTANT = (int, str, bool)  # they do not change in place, and do not differ where they are equal, as 0.0 and -0.0 do
 
 
@@ -100,6 +102,7 @@ class Container:
             self.children.append(_child(item, place, at, finder))
             self._places.append((place, at))
         self.has_tensors_only = not any(self.children)
+        self._may_come_packed = self.keys is None and len(items) >= PACKED_ITEMS
         self.attributes = (
             Container(vars(value), node.get("attributes", {}), finder) if self.kind is OrderedDict else None
         )
@@ -132,6 +135,8 @@ class Container:
         if type(value) is not self.kind or len(value) != len(self.children):
             raise DifferentError
         if self.keys is not None and (list(value) != self.keys or list(map(type, value)) != self.key_kinds):
+            raise DifferentError
+        if self._may_come_packed and set(map(type, value)) in _PACKED_KINDS:  # would be data in a file
             raise DifferentError
         if self.has_tensors_only:
             tensors.extend(_items(value))

@@ -522,3 +522,21 @@ def test_a_state_that_is_never_the_same_is_no_longer_planned(tmp_path: Path) -> 
         is_planned(cache, {"state_dict": {"w": torch.ones(number + 1)}}, tmp_path)
 
     assert cache._plan is None
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("items", [[None] * 600, ["a"] * 600, [1, *[0.5] * 599], [2**70, *[1] * 599]])
+@pytest.mark.parametrize("number", [1, 0.5])
+def test_a_long_list_that_comes_to_hold_numbers_alone_goes_to_a_file(
+    number: float, items: list[Any], kind: Callable[[list[Any]], Any], tmp_path: Path
+) -> None:
+    """As it does without a plan; and it stays one list where it has two names."""
+    cache, long = PlanCache(), kind([number] * 600)
+    first = {"state_dict": {"w": torch.ones(3)}, "optimizer_states": {"items": kind(items)}, "same": 1}
+    second = {"state_dict": {"w": torch.ones(3)}, "optimizer_states": {"items": long}, "same": long}
+
+    assert not is_planned(cache, first, tmp_path)
+    assert not is_planned(cache, second, tmp_path)
+
+    read = read_checkpoint(tmp_path / "with-1")
+    assert read["optimizer_states"]["items"] is read["same"]
