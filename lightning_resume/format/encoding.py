@@ -83,6 +83,7 @@ def _encode_by_plan(
     if found is None:
         return None
     plan, files = found
+    _require_plain_keys(state)
     rest = {key: value for key, value in state.items() if key not in planned}
     nodes, store = _encode_state(rest, {}, "state", None)
     nodes = {key: plan.nodes[key] if key in planned else nodes[key] for key in state}
@@ -109,9 +110,7 @@ def _encode_state(
     store = BlobStore(model_key)
     walk = EncodeWalk(find_encoder, store)
     nodes: dict[str, Any] = {}
-    for key in state:
-        if type(key) is not str or not is_plain_text(key):
-            raise UnsupportedStateError(str(key), "the top-level keys of a state are plain texts", "Rename it.")
+    _require_plain_keys(state)
     # Model and optimizer first: data that they share with the rest is to stand in their files.
     order = [key for key in groups if key in state] + [key for key in state if key not in groups]
     for key in order:
@@ -122,6 +121,12 @@ def _encode_state(
             raise UnsupportedStateError(key, "it is nested too deeply") from error
     store.assign_names()
     return {key: nodes[key] for key in state}, store
+
+
+def _require_plain_keys(state: Mapping[str, Any]) -> None:
+    for key in state:
+        if type(key) is not str or not is_plain_text(key):
+            raise UnsupportedStateError(str(key), "the top-level keys of a state are plain texts", "Rename it.")
 
 
 def _text(file: str, state: Mapping[str, Any], nodes: Mapping[str, Any]) -> PlannedFile:

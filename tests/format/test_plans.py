@@ -540,3 +540,14 @@ def test_a_long_list_that_comes_to_hold_numbers_alone_goes_to_a_file(
 
     read = read_checkpoint(tmp_path / "with-1")
     assert read["optimizer_states"]["items"] is read["same"]
+
+
+def test_a_key_that_only_equals_the_models_is_refused_with_a_plan_too(tmp_path: Path) -> None:
+    """A text of another type would come back as a plain one."""
+    cache = PlanCache()
+    is_planned(cache, state(), tmp_path)
+    wrong = state(1)
+    wrong[type("Key", (str,), {})("state_dict")] = wrong.pop("state_dict")
+
+    with pytest.raises(UnsupportedStateError, match="top-level keys of a state are plain texts"):
+        prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
