@@ -37,11 +37,15 @@ class DataFinder(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """A value that is no container and no tensor: its node's place, its data if it has any, what it was last time."""
+    """A value that is no container and no tensor: its node's place, its data if it has any, the levels above it.
+
+    `last` is what it was last time.
+    """
 
     holder: Any
     index: Any
     blob: Blob | None
+    depth: int
     last: object = None
 
     @property
@@ -54,7 +58,7 @@ class Leaf:
         if type(value) in TENSORS or (type(value) in _CONTAINERS and self.blob is None):
             raise DifferentError
         store = BlobStore()
-        node = EncodeWalk(find_encoder, store).encode(value)
+        node = EncodeWalk(find_encoder, store, self.depth).encode(value)
         blobs = [blob for group in store.groups.values() for blob in group]
         if self.blob is None:
             if blobs:
@@ -80,9 +84,10 @@ class Container:
         value: the container.
         node: what it was encoded to.
         finder: takes note of its tensors.
+        depth: levels of the state that are above what is in it.
     """
 
-    def __init__(self, value: Any, node: Any, finder: DataFinder) -> None:
+    def __init__(self, value: Any, node: Any, finder: DataFinder, depth: int = 0) -> None:
         self.kind = type(value)
         if self.kind is OrderedDict and TAG in vars(value):  # would be taken for that of a node
             raise DifferentError
@@ -99,12 +104,12 @@ class Container:
         self._places: list[tuple[Any, Any]] = []
         for index, item in zip(holder if type(holder) is dict else range(len(items)), items, strict=True):
             place, at = (holder, index) if self.keys is None or type(holder) is dict else (holder[index], 1)
-            self.children.append(_child(item, place, at, finder))
+            self.children.append(_child(item, place, at, finder, depth))
             self._places.append((place, at))
         self.has_tensors_only = not any(self.children)
         self._may_come_packed = self.keys is None and len(items) >= PACKED_ITEMS
         self.attributes = (
-            Container(vars(value), node.get("attributes", {}), finder) if self.kind is OrderedDict else None
+            Container(vars(value), node.get("attributes", {}), finder, depth) if self.kind is OrderedDict else None
         )
         self._has_constant_items: bool = all(child is None or child.is_constant for child in self.children)
         self.is_constant: bool = self._has_constant_items and (self.attributes is None or self.attributes.is_constant)
@@ -152,15 +157,15 @@ class Container:
             self.attributes.visit(vars(value), tensors, leaves)
 
 
-def _child(item: Any, holder: Any, index: Any, finder: DataFinder) -> Container | Leaf | None:
+def _child(item: Any, holder: Any, index: Any, finder: DataFinder, depth: int) -> Container | Leaf | None:
     """What stands for an item of a container; None for a tensor."""
     if type(item) in TENSORS:
         finder.add_tensor(holder[index])
         return None
     blob = finder.add_data(holder[index])
     if type(item) in _CONTAINERS and blob is None:
-        return Container(item, holder[index], finder)
-    return Leaf(holder, index, blob)
+        return Container(item, holder[index], finder, depth + 1)
+    return Leaf(holder, index, blob, depth)
 
 
 def _is_tagged(node: Any) -> bool:

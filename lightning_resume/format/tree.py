@@ -31,18 +31,20 @@ class EncodeWalk:
         group: the group of files that data goes to now.
     """
 
-    def __init__(self, find_encoder: FindEncoder, blobs: BlobStore) -> None:
+    def __init__(self, find_encoder: FindEncoder, blobs: BlobStore, depth: int = 0) -> None:
         """Starts at the top of a state.
 
         Args:
             find_encoder: the encoder of a type, or None.
             blobs: where data goes.
+            depth: levels of the state that are above, if it does not start at the top.
         """
         self.path: list[object] = []
         self.blobs = blobs
         self.group = ""
         self._find_encoder = find_encoder
         self._active: set[int] = set()
+        self._max_active = MAX_DEPTH - depth
 
     @property
     def key_path(self) -> str:
@@ -68,7 +70,7 @@ class EncodeWalk:
         encoder = self._find_encoder(kind)
         if encoder is None:
             self.refuse(f"there is no exact encoding for the type {kind.__module__}.{kind.__qualname__}")
-        if len(self._active) >= MAX_DEPTH:
+        if len(self._active) >= self._max_active:
             self.refuse(f"it is nested more than {MAX_DEPTH} levels deep")
         if kind in _LEAVES:
             return encoder(value, self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -551,3 +551,24 @@ def test_a_key_that_only_equals_the_models_is_refused_with_a_plan_too(tmp_path: 
 
     with pytest.raises(UnsupportedStateError, match="top-level keys of a state are plain texts"):
         prepare_checkpoint(tmp_path / "c", wrong, plans=cache)
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_what_is_nested_too_deeply_is_refused_with_a_plan_too(too_many: int, tmp_path: Path) -> None:
+    """The levels above count, also where they are the plan's."""
+    cache = PlanCache()
+
+    def nested(levels: int) -> State:
+        inner: Any = 1
+        for _ in range(levels):
+            inner = [inner]
+        return {"state_dict": {"w": torch.ones(3)}, "optimizer_states": OrderedDict(a=({"b": deque([inner])},))}
+
+    assert not is_planned(cache, nested(1), tmp_path)
+    deep = nested(skeleton.MAX_DEPTH - 5 + too_many)  # beside three containers, the deque and the number
+
+    if too_many:
+        with pytest.raises(UnsupportedStateError, match="nested more than"):
+            prepare_checkpoint(tmp_path / "c", deep, plans=cache)
+    else:
+        assert is_planned(cache, deep, tmp_path)
