@@ -85,7 +85,11 @@ def _encode_by_plan(
     plan, files = found
     _require_plain_keys(state)
     rest = {key: value for key, value in state.items() if key not in planned}
-    nodes, store = _encode_state(rest, {}, "state", None)
+    try:
+        nodes, store = _encode_state(rest, {}, "state", None)
+    except UnsupportedStateError:
+        plan.empty()  # nothing will be copied
+        raise
     nodes = {key: plan.nodes[key] if key in planned else nodes[key] for key in state}
     try:
         plan.note_beside(store)

@@ -572,3 +572,19 @@ def test_what_is_nested_too_deeply_is_refused_with_a_plan_too(too_many: int, tmp
             prepare_checkpoint(tmp_path / "c", deep, plans=cache)
     else:
         assert is_planned(cache, deep, tmp_path)
+
+
+def test_a_plan_keeps_no_array_alive_when_the_rest_cannot_be_saved(tmp_path: Path) -> None:
+    """What the optimizer has beside its tensors is let go of, too."""
+    cache, arrays = PlanCache(), [np.arange(6.0) for _ in range(2)]
+    values = [{"state_dict": {"w": torch.ones(3)}, "optimizer_states": {"array": array}} for array in arrays]
+    seen = weakref.ref(arrays[1])
+    is_planned(cache, values[0], tmp_path)
+    values[1]["rest"] = object()
+
+    with pytest.raises(UnsupportedStateError, match="rest"):
+        prepare_checkpoint(tmp_path / "c", values[1], plans=cache)
+    del values[1], arrays[1]
+
+    assert cache._plan is not None
+    assert seen() is None
