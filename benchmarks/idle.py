@@ -218,7 +218,7 @@ def run(num_pairs: int, num_turns: int, num_workers: int, step_seconds: float) -
     sizes = (num_layers, TURN * (num_turns + NUM_WARM_UP_TURNS) + 1, num_workers)
     layouts = []
     for number in range(num_pairs):
-        layouts.append(in_new_process(measure_layout, number % 2 == 0, *sizes))
+        layouts.append(in_new_process(measure_layout, number % 2 == 0, *sizes, is_layout_new=True))
         print(f"layout {number + 1} of {num_pairs}: {layouts[-1]['ours'][0]:.4f}", file=sys.stderr, flush=True)
     kinds = {kind: [layout[kind] for layout in layouts] for kind in layouts[0]}
     ratios = {kind: [ratio for ratio, _ in results] for kind, results in kinds.items()}

@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks.fits import COPY, OURS, THEIRS
+
 BARS = {
     "raw O_DIRECT + fdatasync": "the plain disk",
     "torch.save + fsync": "torch.save",
@@ -35,14 +37,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
     memory.barh([BARS[name] for name in measured], [report["memory"][name] for name in measured], color="tab:blue")
     memory.set(title="Peak memory on top of the state", xlabel="times the state")
     memory.invert_yaxis()
+    fits = report["fits"]["big"]
     waits = {
-        "memcpy": "memcpy",
-        "Lightning": "Lightning",
-        "Lightning async: stall": "Lightning async",
-        "ours": "this package, sync",
-        "ours async, 1 thread: stall": "this package, async",
+        "memcpy": fits[COPY],
+        "Lightning": save["Lightning"],
+        "Lightning async": fits[THEIRS],
+        "this package, sync": save["ours"],
+        "this package, async": fits[OURS],
     }
-    stalls.barh(list(waits.values()), [statistics.median(save[name]) for name in waits], color="tab:orange")
+    stalls.barh(list(waits), [statistics.median(seconds) for seconds in waits.values()], color="tab:orange")
     stalls.set(title="What training waits for", xlabel="seconds (median)")
     stalls.invert_yaxis()
     timeline = report["big"]["timeline"]

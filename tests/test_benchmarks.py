@@ -39,10 +39,18 @@ def test_the_quick_benchmark_measures_all_contenders_and_draws_them(tmp_path: Pa
     assert not re.search("kept|missed", result.stdout)  # of so small a state nothing is judged
     assert {"memcpy", "ours", "Lightning async: stall"} <= report["big"]["save"].keys()
     assert "ours, verified, into live tensors" in report["small"]["load"]
+    assert {name: len(seconds) for name, seconds in report["fits"]["big"].items()} == {
+        "memcpy": 6,
+        "memcpy, 2 threads": 6,
+        "Lightning async": 3,
+        "ours": 3,
+    }
     assert {name: len(seconds) for name, seconds in report["resume"].items()} == {
         "sha256 pass on 2 threads": 1,
         "torch.load": 1,
         "ours, verified": 1,
+        "Lightning's fit, to its first batch": 1,
+        "ours, to its first batch": 1,
     }
     assert 0.5 < report["memory"]["a load"] < 2
     assert report["adapters"]["written_ratio"] < 1.2
