@@ -63,13 +63,40 @@ def compare_circumstances(
     notes = [f"{text}; the saved one goes on" for text in _other_numbers(saved["optimizers"], beginning["optimizers"])]
     forgotten = forgotten_attributes(trainer, saved["attributes"])
     if forgotten:
-        notes.append(f"not restored, as no state_dict has them: {_listed(forgotten)}")
+        notes.append(f"not restored, as no state_dict has them: {listed(forgotten)}")
         rank_zero_warn(
             "These attributes had changed when the checkpoint was saved, and start anew (saved → now): "
-            f"{_listed([f'{name}: {sides}' for name, sides in forgotten.items()])}. Where training depends on one, put "
+            f"{listed([f'{name}: {sides}' for name, sides in forgotten.items()])}. Where training depends on one, put "
             "it into state_dict() or on_save_checkpoint() of its owner, or make it a buffer."
         )
     return differences, notes
+
+
+def weights_in_callbacks(checkpoint: Mapping[str, Any]) -> list[str]:
+    """What a callback's state had in common with the model at the save: after a resume the callback has a copy of it.
+
+    That is as it should be for a snapshot, and not for a callback that goes on using its model's own tensor.
+
+    Args:
+        checkpoint: as it was read; tensors that were the same memory at the save are one there.
+
+    Returns:
+        Key paths, such as ``Callback.best.0``.
+    """
+    weights = [*checkpoint["state_dict"].values(), *checkpoint.get("current_model_state", {}).values()]
+    places = {value.data_ptr() for value in weights if isinstance(value, torch.Tensor) and value.numel()}
+    found: list[str] = []
+    pending = [(str(key), state) for key, state in checkpoint["callbacks"].items()]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.numel() and value.data_ptr() in places:
+                found.append(path)
+        elif isinstance(value, Mapping):
+            pending += [(f"{path}.{key}", child) for key, child in value.items()]
+        elif isinstance(value, list | tuple):
+            pending += [(f"{path}.{index}", child) for index, child in enumerate(value)]
+    return sorted(found)
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
@@ -115,7 +142,8 @@ def _other_numbers(saved: list[Any], current: list[Any]) -> list[str]:
     return texts
 
 
-def _listed(texts: Any) -> str:
+def listed(texts: Any) -> str:
+    """The first few, and how many there are."""
     texts = list(texts)
     more = [f"… ({len(texts)} in all)"] if len(texts) > MAX_TOLD else []
     return ", ".join([*texts[:MAX_TOLD], *more])

@@ -12,7 +12,7 @@ from lightning_resume.errors import MissingStateError
 from lightning_resume.plugin import checks, loops, module_state, positional
 from lightning_resume.plugin.arguments import Settings
 from lightning_resume.plugin.averaging import check_places
-from lightning_resume.plugin.circumstances import compare_circumstances
+from lightning_resume.plugin.circumstances import compare_circumstances, listed, weights_in_callbacks
 from lightning_resume.plugin.identity import has_other_accumulation
 from lightning_resume.plugin.optimizers import match_optimizers
 from lightning_resume.plugin.rank_state import check_rank_state, check_run, enter_first_batch
@@ -50,6 +50,7 @@ def keep_state(trainer: Trainer, checkpoint: dict[str, Any], configured: Mapping
         "world_size": checkpoint["world_size"],
         "has_other_accumulation": has_other_accumulation(checkpoint["rank_state"], configured),
         "between_epochs": loops.is_between_epochs(checkpoint["loops"]),
+        "copies": weights_in_callbacks(checkpoint),
         "state_dict": checkpoint.get("current_model_state", checkpoint["state_dict"]),
     }
 
@@ -94,6 +95,8 @@ def enter(
     others, notes = compare_circumstances(trainer, state.get("circumstances"), beginning)
     lost, restored = restore_top_k(trainer, state["callbacks"])
     others, notes = [*others, *lost], [*notes, *restored]
+    if state["copies"]:
+        notes.append(f"copies now, which were the model's own tensors at the save: {listed(state['copies'])}")
     verdict = positional.verdict(differences + others, state["world_size"], trainer.world_size, notes)
     rank_zero_info(
         f"Resumed from {path!r}: epoch {trainer.current_epoch}, batch {loops.batch_in_epoch(trainer)}, "

@@ -98,6 +98,34 @@ def test_attributes_that_start_anew_are_named(tmp_path: Path) -> None:
     assert "state_dict() or on_save_checkpoint() of its owner" in warned[0]
 
 
+class HoldsWeights(Callback):
+    """Keeps one of the module's own tensors, and a copy of it."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *rest: Any) -> None:
+        weight = next(iter(pl_module.state_dict().values()))
+        self.kept = {"live": [weight], "copy": weight.clone(), "empty": torch.empty(0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict
+
+
+def test_what_was_the_models_own_tensor_in_a_callback_is_named(tmp_path: Path) -> None:
+    """It has the right values, but no longer follows the model: a callback that relies on that has to take it anew."""
+    job = Job(callbacks=lambda: [HoldsWeights()], max_epochs=1)
+    run(job, tmp_path, kill_after=5)
+
+    resumed = run(job, tmp_path, resume=True)
+
+    note = "; copies now, which were the model's own tensors at the save: HoldsWeights.live.0"
+    assert verdict_of(resumed.messages).endswith(note)
+
+
 def test_nothing_is_said_where_every_attribute_comes_back(tmp_path: Path) -> None:
     """A module and a callback that restore what they keep; Lightning's own callbacks keep theirs."""
     trainer = {"logger": CSVLogger(tmp_path / "logs"), "log_every_n_steps": 1}
