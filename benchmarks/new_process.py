@@ -21,6 +21,7 @@ def in_new_process(measure: Callable[..., T], *arguments: Any, is_layout_new: bo
             torch and Lightning, and has done nothing else: that takes some seconds less.
     """
     context = multiprocessing.get_context("spawn" if is_layout_new else "forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    if not is_layout_new:
+        context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, mp_context=context) as process:
         return process.submit(measure, *arguments).result()

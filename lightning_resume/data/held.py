@@ -50,7 +50,7 @@ _KINDS: tuple[tuple[type, ...], ...] = (
 )
 _LEAF, _SYSTEM, _GENERATOR, _DICT, _ITEMS, _PARTIAL, _METHOD, _FUNCTION, _OTHER, _UNSURE = range(len(_KINDS) + 2)
 _SLOT = types.MemberDescriptorType
-MAX_GLANCED = 64
+MAX_GLANCED = 64  # items of a container that are looked at out of turn: a glance at a large one is no saving
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque})  # have no attributes
 
 

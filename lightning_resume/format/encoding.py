@@ -79,11 +79,11 @@ def _encode_by_plan(
     state: Mapping[str, Any], planned: Mapping[str, Any], layout: Layout, plans: PlanCache
 ) -> tuple[bytes, list[PlannedFile]] | None:
     """The text of the skeleton and the files of a state, if there is a plan for what is planned of it."""
+    _require_plain_keys(state)  # before the plan is given a state that it would keep
     found = plans.find(layout, planned, find_encoder)
     if found is None:
         return None
     plan, files = found
-    _require_plain_keys(state)
     rest = {key: value for key, value in state.items() if key not in planned}
     try:
         nodes, store = _encode_state(rest, {}, "state", None)
