@@ -96,8 +96,8 @@ def timeline(saves: Saves, behind: Behind, folder: Path, num_saves: int, rest_se
 
     Returns:
         Moment and length of every step and of every stall, moments between which a save was written, and two ratios of
-        medians, while one is written to undisturbed: of a step, and of an update of the whole state, the first one
-        after the stall.
+        medians, while one is written to undisturbed: of a step (None if all was written before the first one), and of
+        an update of the whole state, the first one after the stall.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

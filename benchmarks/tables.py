@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ class Promise(NamedTuple):
 
     Attributes:
         what: the two that are compared.
-        found: the ratio.
+        found: the ratio; nan if the run has not measured it.
         limit: what it should be at most.
         floor: what it would be at least on this machine, by what the same run has measured of the hardware; a limit
             below it was set on a machine with another balance of disk, memory and processor.
@@ -28,6 +29,8 @@ class Promise(NamedTuple):
     @property
     def verdict(self) -> str:
         """In a word or two."""
+        if math.isnan(self.found):
+            return "not measured"
         if self.found <= self.limit:
             return "kept"
         return f"out of reach here: {self.floor:.2f} at best" if self.floor > self.limit else "missed"
@@ -72,7 +75,7 @@ def _of_stalls(report: dict[str, Any]) -> Iterator[Promise]:
     if "small" in report["fits"]:
         stall, theirs = (median(report["fits"]["small"], who) for who in (OURS, THEIRS))
         yield Promise("small: stall / Lightning async's", stall / theirs, 0.4)
-    yield Promise("step while a save is written / undisturbed", timeline["step_ratio"] or 0.0, 1.1)
+    yield Promise("step while a save is written / undisturbed", _step_ratio(timeline), 1.1)
     num_bytes = report["big"]["num_bytes"]
     memory = report["memory"]["ours async, 1 thread"] * num_bytes / (num_bytes + 64e6)
     yield Promise("async: peak memory / (state + 64 MB)", memory, 1.05)
@@ -111,7 +114,17 @@ def _behind(report: dict[str, Any]) -> Iterator[tuple[str, float, float, float, 
         timeline = report["big"][key]
         stall = statistics.median(seconds for _, seconds in timeline["stalls"])
         write = statistics.median(end - begin for begin, end in timeline["spans"])
-        yield name, timeline["step_ratio"] or 0.0, timeline["update_ratio"], stall, write
+        yield name, _step_ratio(timeline), timeline["update_ratio"], stall, write
+
+
+def _step_ratio(timeline: dict[str, Any]) -> float:
+    """Of steps while a save was written, to undisturbed ones; nan if the first update took longer than the write."""
+    ratio = timeline["step_ratio"]
+    return math.nan if ratio is None else float(ratio)
+
+
+def _decimals(ratio: float) -> str:
+    return "not measured" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
 def _percent_of_a_minute(report: dict[str, Any]) -> float:
@@ -145,14 +158,14 @@ def as_text(report: dict[str, Any]) -> str:
             f"  {1000 * gigabytes:20.0f}{row['seconds']:9.3f}{row['seconds'] / gigabytes:10.2f}"
             f"{row['memory_bytes'] / 1e6:10.1f}{row['num_files']:7.0f}"
         )
-    lines += ["", f"{'writing behind training, in':36}{'step':>9}{'update':>10}{'stall s':>10}{'write s':>10}"]
+    lines += ["", f"{'writing behind training, in':36}{'step':>13}{'update':>10}{'stall s':>10}{'write s':>10}"]
     for name, step, update, stall, write in _behind(report):
-        lines.append(f"  {name:34}{step:9.2f}{update:10.2f}{stall:10.3f}{write:10.3f}")
+        lines.append(f"  {name:34}{_decimals(step):>13}{update:10.2f}{stall:10.3f}{write:10.3f}")
     judged = "" if not report["quick"] else "  (of a small state: not judged)"
-    lines += ["", f"{'ratio of medians':58}{'found':>10}{'limit':>8}{judged}"]
+    lines += ["", f"{'ratio of medians':58}{'found':>13}{'limit':>8}{judged}"]
     for promise in promises(report):
         verdict = "" if report["quick"] else f"  {promise.verdict}"
-        lines.append(f"  {promise.what:56}{promise.found:10.2f}{promise.limit:8.2f}{verdict}")
+        lines.append(f"  {promise.what:56}{_decimals(promise.found):>13}{promise.limit:8.2f}{verdict}")
     return "\n".join(lines)
 
 
@@ -218,7 +231,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         used = f"{memory[name]:.2f}" if name in memory else ""
         lines.append(f"| {shown} | {is_durable} | {median(save, name):.2f} | {stall} | {used} |")
     lines += ["", "| ratio of medians | found | aim | |", "|---|---|---|---|"]
-    lines += [f"| {p.what} | {p.found:.2f} | {p.limit:.2f} | {p.verdict} |" for p in promises(report)]
+    lines += [f"| {p.what} | {_decimals(p.found)} | {p.limit:.2f} | {p.verdict} |" for p in promises(report)]
     lines += [
         "",
         "| a training in Lightning's loop waits for a save, seconds "
@@ -238,7 +251,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {name} | {step:.2f} | {update:.2f} | {stall:.3f} s | {write:.2f} s |"
+        f"| {name} | {_decimals(step)} | {update:.2f} | {stall:.3f} s | {write:.2f} s |"
         for name, step, update, stall, write in _behind(report)
     ]
     lines += ["", "| a save of | seconds | seconds per GB | extra memory | files |", "|---|---|---|---|---|"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import as_markdown
+from benchmarks.tables import as_markdown, as_text, promises
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,3 +64,18 @@ def test_readme_shows_what_was_measured() -> None:
 
     assert not report["quick"]
     assert f"<!-- benchmark -->\n{as_markdown(report)}\n<!-- /benchmark -->" in (ROOT / "README.md").read_text()
+
+
+def test_a_ratio_that_was_not_measured_is_not_shown_as_one() -> None:
+    """Where no step fell into a write, the tables say so, and no limit counts as kept."""
+    report = json.loads((ROOT / "docs" / "benchmark.json").read_text())
+    for key in ("timeline", "timeline of a process"):
+        report["big"][key]["step_ratio"] = None
+
+    verdicts = {promise.what: promise.verdict for promise in promises(report)}
+    texts = as_text(report), as_markdown(report)
+
+    assert verdicts["step while a save is written / undisturbed"] == "not measured"
+    assert verdicts["a save every minute: % of the time"] == "not measured"  # computed from it
+    assert "| a forked process | not measured | " in texts[1]
+    assert not any(re.search(r"\bnan\b", text) for text in texts)
